@@ -69,13 +69,13 @@ def attention_run(case: Case) -> tuple[Callable[[], None], int]:
     seq_lens = np.full(batch_size, case["context"] + new, np.int64)
     table_width = -(-int(seq_lens[0]) // BLOCK_SIZE)
     # sequences share blocks where the pool would be larger
-    num_blocks = min(batch_size * table_width, POOL_BYTES // layout.block_bytes)
+    num_blocks = min(batch_size * table_width, POOL_BYTES // layout.shapes[0].block_bytes)
     random = np.random.default_rng(0)
     order = np.concatenate([random.permutation(num_blocks) for _ in range(batch_size * table_width // num_blocks + 1)])
     tables = order[: batch_size * table_width].reshape(batch_size, table_width)
     positions = np.concatenate([np.arange(length - new, length) for length in seq_lens])
     slots = np.repeat(tables, new, 0)[np.arange(len(positions)), positions // BLOCK_SIZE] * BLOCK_SIZE
-    kv_cache = make_kv_cache(layout, num_blocks)
+    kv_cache = make_kv_cache(layout.shapes[0], num_blocks)
     kv_cache.fill_(0.01)
     attention = TorchAttentionBackend(kv_cache)
     spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5)

@@ -14,53 +14,51 @@ from pdserve.common.kv_layout import FORMAT
 from pdserve.common.security import fingerprint
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.kv_cache import make_kv_cache
-from tests.support.models.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout, with_shape, with_windows
 
 LAYOUT = make_layout(num_layers=5, num_kv_heads=4, head_dim=6, block_size=3)
 
 
 def test_a_block_is_one_run_of_bytes() -> None:
-    assert LAYOUT.block_shape == (4, 5, 2, 3, 6)
-    assert LAYOUT.block_bytes == 4 * LAYOUT.head_bytes == 4 * 5 * 2 * 3 * 6 * 4
+    assert LAYOUT.shapes[0].dims == (4, 5, 2, 3, 6)
+    assert LAYOUT.shapes[0].block_bytes == 4 * LAYOUT.shapes[0].head_bytes == 4 * 5 * 2 * 3 * 6 * 4
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_each_range_of_heads_is_one_run_of_bytes(dtype: str) -> None:
-    layout = msgspec.structs.replace(LAYOUT, dtype=dtype)
-    kv_cache = make_kv_cache(layout, 7)
+    layout = with_shape(LAYOUT, dtype=dtype)
+    kv_cache = make_kv_cache(layout.shapes[0], 7)
     kv_cache.view(-1).copy_(torch.arange(kv_cache.numel()) % 199)
     pool = kv_cache.flatten().view(torch.uint8)
-    for first, stop in combinations(range(layout.num_kv_heads + 1), 2):
-        start = 2 * layout.block_bytes + first * layout.head_bytes
-        run = pool[start : start + (stop - first) * layout.head_bytes]
+    for first, stop in combinations(range(layout.shapes[0].num_kv_heads + 1), 2):
+        start = 2 * layout.shapes[0].block_bytes + first * layout.shapes[0].head_bytes
+        run = pool[start : start + (stop - first) * layout.shapes[0].head_bytes]
         assert torch.equal(run.view(kv_cache.dtype), kv_cache[2, first:stop].flatten())
 
 
 def test_latent_rows_take_the_bytes_of_one_head() -> None:
     """DeepSeek V3: 61 layers of 512 + 64 numbers."""
-    layout = msgspec.structs.replace(
-        make_layout(num_layers=61, head_dim=576, block_size=16), dtype="bfloat16", rows_per_token=1
-    )
-    assert layout.block_shape == (1, 61, 1, 16, 576)
-    assert layout.block_bytes == 16 * 70_272
-    keys_and_values = msgspec.structs.replace(layout, rows_per_token=2)
+    layout = with_shape(make_layout(num_layers=61, head_dim=576, block_size=16), dtype="bfloat16", rows_per_token=1)
+    assert layout.shapes[0].dims == (1, 61, 1, 16, 576)
+    assert layout.shapes[0].block_bytes == 16 * 70_272
+    keys_and_values = with_shape(layout, rows_per_token=2)
     assert layout.differences(keys_and_values) == ["rows_per_token: 1 != 2"]
     # all ranks have the one row
     ranks = [msgspec.structs.replace(layout, tp_rank=rank, tp_size=4) for rank in range(4)]
-    assert ranks[0].ranks_with(0) == range(4)
+    assert ranks[0].shapes[0].ranks_with(0, 4) == range(4)
     assert all(layout.differences(rank) == [] for rank in ranks)
-    assert ranks[0].total_block_bytes == layout.block_bytes
+    assert ranks[0].total_place_bytes == layout.shapes[0].block_bytes
 
 
 def test_differences_name_the_field_and_both_values() -> None:
-    other = msgspec.structs.replace(LAYOUT, format=FORMAT + 1, head_dim=64)
+    other = with_shape(msgspec.structs.replace(LAYOUT, format=FORMAT + 1), head_dim=64)
     assert LAYOUT.differences(LAYOUT) == []
-    assert LAYOUT.differences(other) == ["format: 1 != 2", f"head_dim: {LAYOUT.head_dim} != 64"]
+    assert LAYOUT.differences(other) == ["format: 1 != 2", f"head_dim: {LAYOUT.shapes[0].head_dim} != 64"]
 
 
 def test_a_dtype_of_unknown_size_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match="float4"):
-        msgspec.structs.replace(LAYOUT, dtype="float4").block_bytes  # noqa: B018
+        with_shape(LAYOUT, dtype="float4").place_bytes  # noqa: B018
 
 
 def test_blocks_of_another_format_have_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,18 +70,19 @@ def test_blocks_of_another_format_have_another_fingerprint(tmp_path: Path, monke
 
 
 def test_workers_with_other_groups_differ_in_them() -> None:
-    """A worker whose messages have no groups has one."""
-    other = msgspec.structs.replace(LAYOUT, num_layers=2, group_windows=(0, 13, 13))
-    assert other.differences(LAYOUT) == ["num_layers: 2 != 5", "group_windows: (0, 13, 13) != ()"]
+    other = with_windows(with_shape(LAYOUT, num_layers=2), 0, 13, 13)
+    groups = ["group_shapes: (0, 0, 0) != (0,)", "group_windows: (0, 13, 13) != (0,)"]
+    assert other.differences(LAYOUT) == [*groups, "num_layers: 2 != 5"]
     assert (other.num_groups, LAYOUT.num_groups) == (3, 1)
 
 
 @pytest.mark.parametrize(
     ("windows", "num_tokens", "num_cached", "num_blocks"),
     [
-        ((), 10, 0, 4),
-        ((), 10, 3, 1),
-        ((), 9, 5, 0),
+        ((0,), 10, 0, 4),
+        ((0,), 10, 3, 1),
+        ((0,), 9, 5, 0),
+        ((0, 0), 10, 3, 2),
         ((0, 4), 10, 0, 4 + 2),
         ((0, 4), 10, 3, 1 + 1),
         ((0, 4), 300, 0, 100 + 1),
@@ -95,5 +94,5 @@ def test_workers_with_other_groups_differ_in_them() -> None:
 def test_blocks_that_the_token_after_a_prompt_sees(
     windows: tuple[int, ...], num_tokens: int, num_cached: int, num_blocks: int
 ) -> None:
-    layout = msgspec.structs.replace(LAYOUT, group_windows=windows)  # 3 tokens in a block
+    layout = with_windows(LAYOUT, *windows)  # 3 tokens in a block
     assert layout.num_prompt_blocks(num_tokens, num_cached) == num_blocks

@@ -23,7 +23,7 @@ from pdserve.common.registry.registry import (
     read_worker_id,
 )
 from pdserve.common.security.deployment_key import DeploymentKey
-from tests.support.models.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout, with_shape
 
 RECORD = WorkerRecord(
     worker_id="decode-0",
@@ -183,9 +183,10 @@ def test_ids_of_entries_and_hashes() -> None:
 def test_layouts_that_differ_have_other_fingerprints() -> None:
     layout = make_layout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=8, model_fingerprint="a")
     others = [
-        msgspec.structs.replace(layout, **change)
-        for change in (
-            {"num_layers": 3}, {"block_size": 16}, {"dtype": "float16"}, {"model_fingerprint": "b"}, {"format": 0}, {"tp_rank": 1},
-        )
-    ]  # fmt: skip
+        *(with_shape(layout, **change) for change in ({"num_layers": 3}, {"block_size": 16}, {"dtype": "float16"})),
+        *(
+            msgspec.structs.replace(layout, **change)
+            for change in ({"model_fingerprint": "b"}, {"format": 0}, {"tp_rank": 1})
+        ),
+    ]
     assert len({layout_fingerprint(each) for each in [layout, *others]}) == 7

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.common.errors import InvalidRequest, PeerError
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.kv_layout import BlockShape, KvLayout
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
@@ -74,6 +74,16 @@ def test_pooling_params_that_are_wrong_or_left_out() -> None:
         assert refused.value.field == field
 
 
+SHAPES = st.builds(
+    BlockShape,
+    num_layers=TOKENS,
+    num_kv_heads=TOKENS,
+    total_num_kv_heads=TOKENS,
+    head_dim=TOKENS,
+    block_size=TOKENS,
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "another"]),
+    rows_per_token=TOKENS,
+)
 LAYOUT = make_layout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16)
 
 
@@ -81,15 +91,12 @@ LAYOUT = make_layout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16)
     st.builds(
         KvLayout,
         format=st.integers(1, 2**32 - 1),
-        num_layers=TOKENS,
-        num_kv_heads=TOKENS,
-        total_num_kv_heads=TOKENS,
         tp_rank=TOKENS,
         tp_size=TOKENS,
-        head_dim=TOKENS,
         block_size=TOKENS,
-        dtype=st.sampled_from(["float32", "bfloat16", "float16", "another"]),
         model_fingerprint=st.text(max_size=9),
+        shapes=st.lists(SHAPES, max_size=3).map(tuple),
+        group_shapes=st.lists(TOKENS, max_size=4).map(tuple),
         group_windows=st.lists(TOKENS, max_size=4).map(tuple),
     )
 )
@@ -97,11 +104,18 @@ def test_layouts_come_back_and_differ_field_by_field(layout: KvLayout) -> None:
     back = layout_from_wire(kv_source_pb2.KvLayout.FromString(layout_to_wire(layout).SerializeToString()))
     assert back == layout
     of_ranks = ("num_kv_heads", "tp_rank", "tp_size")
-    differing = [
-        n for n in KvLayout.__struct_fields__ if getattr(LAYOUT, n) != getattr(layout, n) and n not in of_ranks
-    ]
+
+    def differing(ours: Any, theirs: Any, place: str = "") -> list[str]:
+        names = [n for n in ours.__struct_fields__ if n not in ("shapes", *of_ranks)]
+        return [f"{place}{n}" for n in names if getattr(ours, n) != getattr(theirs, n)]
+
+    expected = differing(LAYOUT, layout)
+    if len(layout.shapes) != 1:
+        expected.append("shapes")
+    if layout.shapes:
+        expected += differing(LAYOUT.shapes[0], layout.shapes[0])
     names = [line.partition(":")[0] for line in LAYOUT.differences(layout)]
-    assert names == differing or (not differing and names == ["tp_size"])
+    assert names == expected or (not expected and names == ["tp_size"])
 
 
 def test_finish_reasons_come_back_and_unknown_ones_are_errors() -> None:

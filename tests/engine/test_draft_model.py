@@ -38,7 +38,7 @@ MakeReal = Callable[..., Harness]
 
 def draft_model(folder: Path, max_model_len: int = 256, num_blocks: int = 128, block_size: int = 16) -> DraftModel:
     decoder = load_decoder(folder, dtype="float32", device="cpu")
-    cache = make_kv_cache(decoder.config.kv_layout(block_size, ""), num_blocks, "cpu")
+    cache = make_kv_cache(decoder.config.kv_layout(block_size, "").shapes[0], num_blocks, "cpu")
     return DraftModel(decoder, (cache,), max_model_len)
 
 

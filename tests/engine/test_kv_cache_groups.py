@@ -93,8 +93,8 @@ def test_only_the_group_without_a_window_keeps_a_long_sequence(make_engine: Make
 
 def test_a_sequence_of_the_largest_length_fits_alone(make_engine: MakeEngine) -> None:
     fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8, "block_size": SIZE}
-    length = max_sequence_tokens(specs_of(GROUPS), 40, SIZE, 8)
-    assert (length, max_sequence_blocks(specs_of(GROUPS), length, SIZE, 8)) == (112, 40)
+    length = max_sequence_tokens(specs_of(GROUPS), (40,), SIZE, 8)
+    assert (length, max_sequence_blocks(specs_of(GROUPS), length, SIZE, 8)) == (112, (40,))
     engine = make_engine(num_blocks=40, max_model_len=length, **fields)
     for name in "ab":
         engine.add(prompt_of(80), name, params={"max_tokens": 32, "temperature": 1.0, "seed": 3}, n=2)
@@ -314,7 +314,7 @@ def test_numbers_of_a_transfer_are_places_of_what_a_receiver_may_want(windows: t
 def test_sources_need_room_for_their_windows_alone(make_engine: MakeEngine) -> None:
     """As many as share a prefix: none stops for a block that another one keeps."""
     fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8}
-    length = max_sequence_tokens(specs_of(GROUPS), 60, SIZE, 8)
+    length = max_sequence_tokens(specs_of(GROUPS), (60,), SIZE, 8)
     pair = Pair(make_engine(**fields, num_blocks=60), make_engine(**fields, num_blocks=400))
     assert pair.p.config.max_model_len == length > 60 // len(GROUPS) * SIZE
     stem = prompt_of(40)

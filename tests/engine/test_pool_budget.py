@@ -89,7 +89,7 @@ def test_the_largest_steps_are_run(tiny_checkpoints: Callable[..., Path], num_to
     )
     with pretended_device():
         decoder = load_decoder(tiny_checkpoints("llama"), dtype="float32", device=str(DEVICE))
-        kv_cache = make_kv_cache(decoder.config.kv_layout(16, ""), 1, DEVICE)
+        kv_cache = make_kv_cache(decoder.config.kv_layout(16, "").shapes[0], 1, DEVICE)
         model = Watched(decoder)
         steps = LargestSteps(
             model, [TorchAttentionBackend(kv_cache)], TorchLayerOps(), torch.device(DEVICE), 16, num_tokens, 6, 64
@@ -122,7 +122,7 @@ def test_what_is_left_and_what_is_missing() -> None:
 def test_without_graphs_nothing_is_kept_for_them(tiny_checkpoints: Callable[..., Path]) -> None:
     settings = DecodeSettings(max_num_seqs=2, max_num_batched_tokens=8, device="cuda", enforce_eager=True)
     decoder = load_decoder(tiny_checkpoints("llama"), dtype="float32", device="cpu")
-    kv_cache = make_kv_cache(decoder.config.kv_layout(16, ""), 1, "cpu")
+    kv_cache = make_kv_cache(decoder.config.kv_layout(16, "").shapes[0], 1, "cpu")
     steps = LargestSteps(decoder, [TorchAttentionBackend(kv_cache)], TorchLayerOps(), torch.device("cpu"), 16, 8, 2, 32)
     assert PoolBudget.measured(settings, steps, FakeMemory([1, 2])).graphs == 0
 

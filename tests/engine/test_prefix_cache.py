@@ -122,7 +122,7 @@ def test_of_two_blocks_with_one_content_one_is_found() -> None:
     assert pool.find(b"same") is one
     pool.release([one, two])
     pool.check({})
-    assert (pool.num_available, pool.num_cached) == (4, 1)
+    assert (sum(pool.available), pool.num_cached) == (4, 1)
     assert pool.find(b"same") is one
 
 

@@ -114,7 +114,7 @@ def test_equals_go_by_the_time_of_their_arrival(make_engine: MakeEngine, policy:
     engine = make_engine(max_num_seqs=1, num_blocks=12, scheduling_policy=policy)
     engine.add([9] * 4, "first", params={"max_tokens": 2})
     engine.step()
-    kept = engine.scheduler.pool.num_available
+    kept = sum(engine.scheduler.pool.available)
     times = {"late": 30.0, "early": 10.0, "middle": 20.0, "better": 40.0, "again": 20.0}
     for number, (name, arrival_time) in enumerate(times.items()):
         prompt = [number + 1] * (4 * (kept - 2) if remote else 4)

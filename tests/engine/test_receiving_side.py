@@ -246,7 +246,7 @@ def test_a_running_sequence_gets_the_room_of_one_that_still_loads(make_engine: M
     loads = park(engine, "loads", LONG)
     engine.add(short, "runs", params={"max_tokens": 24})
     engine.step()
-    assert engine.scheduler.pool.num_available == 2
+    assert sum(engine.scheduler.pool.available) == 2
     while (answer := engine.collect().get("loads")) is None:
         engine.step()
     assert answer.error_code == "evicted"

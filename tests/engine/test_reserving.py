@@ -72,7 +72,7 @@ def test_a_block_is_kept_free_for_every_sequence_that_will_grow(make_engine: Mak
     engine.add([2] * 16, "parked", remote_prefill=True)
     engine.step()
     parked = rooms(engine)["parked"]
-    free = engine.scheduler.pool.num_available
+    free = sum(engine.scheduler.pool.available)
     # each of the two takes one more block, and so will this one
     engine.add([3] * 4 * (free - 2), "no", remote_prefill=True)
     engine.step()
@@ -81,7 +81,7 @@ def test_a_block_is_kept_free_for_every_sequence_that_will_grow(make_engine: Mak
     engine.add([3] * 4 * (free - 3), "yes", remote_prefill=True)
     engine.step()
     yes = rooms(engine)["yes"]
-    assert engine.scheduler.pool.num_available == 3
+    assert sum(engine.scheduler.pool.available) == 3
     land(engine, parked, [2] * 16)
     land(engine, yes, [3] * 4 * (free - 3))
     answers = engine.run()
@@ -155,7 +155,7 @@ def test_a_second_request_waits_where_both_cannot_grow(
     pool, num_waited = engine.scheduler.pool, 0
     while "second" not in (found := rooms(engine)):
         stream = engine.scheduler.requests.get("stream")
-        held = 0 if stream is None else sum(map(len, engine.scheduler.kv.block_ids(stream)))
+        held = 0 if stream is None else sum(map(len, engine.scheduler.kv.block_rows(stream)))
         assert pool.num_in_use == held, "the second one holds nothing"
         num_waited += 1
         engine.step()

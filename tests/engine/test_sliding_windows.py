@@ -95,7 +95,7 @@ def test_i3_hits_are_those_of_a_search_by_hand() -> None:
             first = min(max(0, end * SIZE - window.num_tokens + 1) // SIZE, keep_from, end - 1)
             if all(pool.find(block_hash) for block_hash in hashes[first:end]):
                 ends.append(end)
-        hit = SlidingWindowManager(pool, SIZE, 0, window, 8, is_alone=True).longest_hit(hashes, keep_from)
+        hit = SlidingWindowManager(pool, SIZE, 0, 0, window, 8, is_alone=True).longest_hit(hashes, keep_from)
         assert len(hit) == max(ends)
         known = [block is NULL_BLOCK or block.block_hash == hashes[place] for place, block in enumerate(hit)]
         assert all(known)

@@ -36,7 +36,7 @@ def test_nothing_is_settled_before_want_and_everything_after(make_engine: MakeEn
     engine.step()
     assert settled(engine) == []
     engine.core.apply(Want("a", 0))
-    [table] = engine.scheduler.kv.block_ids(engine.scheduler.requests["a"])
+    [table] = engine.scheduler.kv.block_rows(engine.scheduler.requests["a"])
     assert settled(engine) == [("a", 0, tuple(table[:2]))]
     engine.step()
     assert settled(engine) == [("a", 2, tuple(table[2:4]))]

@@ -431,7 +431,7 @@ def test_abort_while_compiling(make: Make, held: HeldCompiler) -> None:
     engine.step()
     engine.outbox.take()
     [room] = [request for request in engine.scheduler.requests.values() if request.core.remote_prefill]
-    [hold] = engine.scheduler.kv.block_ids(room)
+    [hold] = engine.scheduler.kv.block_rows(room)
     assert hold
     wanted = [job.is_wanted() for job in held.held]
     for name in names:

@@ -17,7 +17,9 @@ def install(share: float) -> None:
     draw = random.Random(1)
     real = SourceTransfer.settled
 
-    def settled(transfer: SourceTransfer, first_index: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
+    def settled(
+        transfer: SourceTransfer, first_index: int, block_ids: Sequence[int], digests: Sequence[tuple[int, ...]]
+    ) -> None:
         if draw.random() < share:
             transfer.fail(TransferFailed("this transfer was chosen to fail"))
         else:

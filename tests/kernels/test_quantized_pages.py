@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.kv_layout import BlockShape
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.attention.quantized_pages import QuantizedPages, num_layers_of
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
@@ -22,15 +22,14 @@ HEADS = (4, 2, 16)
 STORED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-def layout_of(dtype: str, *, num_layers: int = 3, heads: int = 2, head_dim: int = 16, block_size: int = 5) -> KvLayout:
-    return KvLayout(
+def shape_of(dtype: str, *, num_layers: int = 3, heads: int = 2, head_dim: int = 16, block_size: int = 5) -> BlockShape:
+    return BlockShape(
         num_layers=num_layers,
         num_kv_heads=heads,
         total_num_kv_heads=heads,
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
-        model_fingerprint="f",
     )
 
 
@@ -47,9 +46,9 @@ def rounded(x: Tensor, dtype: str) -> Tensor:
 def test_scales_end_each_heads_run(dtype: str, num_layers: int, head_dim: int) -> None:
     """The bytes of a block, read without the code under test."""
     heads, block_size, layer = 3, 5, num_layers - 1
-    layout = layout_of(dtype, num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size)
-    cache = make_kv_cache(layout, 4)
-    assert cache[0].numel() == layout.block_bytes == heads * layout.head_bytes
+    shape = shape_of(dtype, num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size)
+    cache = make_kv_cache(shape, 4)
+    assert cache[0].numel() == shape.block_bytes == heads * shape.head_bytes
     pages = QuantizedPages(cache, torch.float32)
     assert pages.num_layers == num_layers
     k, v = torch.randn(2, 7, heads, head_dim)
@@ -58,7 +57,7 @@ def test_scales_end_each_heads_run(dtype: str, num_layers: int, head_dim: int) -
     pages.store(layer, pages.write_rows(slots), k, v)
     expected = rounded(given, dtype)
     torch.testing.assert_close(torch.stack((k, v)), expected, rtol=0, atol=0)
-    blocks: NDArray[np.uint8] = cache.view(torch.uint8).numpy().reshape(4, heads, layout.head_bytes)
+    blocks: NDArray[np.uint8] = cache.view(torch.uint8).numpy().reshape(4, heads, shape.head_bytes)
     num_numbers = num_layers * 2 * block_size * head_dim
     numbers = torch.from_numpy(blocks[:, :, :num_numbers].copy()).view(STORED[dtype]).float()
     numbers = numbers.view(4, heads, num_layers, 2, block_size, head_dim)
@@ -76,8 +75,8 @@ def test_scales_end_each_heads_run(dtype: str, num_layers: int, head_dim: int) -
 def quantized(case: Case, dtype: str) -> tuple[Case, Case]:
     """(the case over a quantised cache whose other bytes are poison, the same with rounded keys and values)."""
     num_blocks, heads, num_layers, _, block_size, head_dim = case.kv_cache.shape
-    layout = layout_of(dtype, num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size)
-    cache = make_kv_cache(layout, num_blocks)
+    shape = shape_of(dtype, num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size)
+    cache = make_kv_cache(shape, num_blocks)
     cache.view(torch.uint8).fill_(0xFF)  # scales that are NaN
     pages = QuantizedPages(cache, case.q.dtype)
     known = case.kv_cache[:, 0, case.layer, 0].isfinite().all(-1).flatten().nonzero().flatten()
@@ -119,7 +118,7 @@ def test_attention_sees_the_rounded_keys_and_is_near_the_exact_ones(
 
 @pytest.mark.parametrize("dtype", STORED)
 def test_zeros_and_values_that_are_not_finite(dtype: str) -> None:
-    cache = make_kv_cache(layout_of(dtype), 2)
+    cache = make_kv_cache(shape_of(dtype), 2)
     pages = QuantizedPages(cache, torch.float32)
     k, v = torch.zeros(2, 3, 2, 16)
     k[1, 0, 3], k[2, 1, 5] = torch.nan, torch.inf
@@ -135,8 +134,8 @@ def test_zeros_and_values_that_are_not_finite(dtype: str) -> None:
 def test_layers_are_those_of_the_layout() -> None:
     for head_dim in (4, 8, 64, 80, 128, 256):
         for num_layers in range(1, 130):
-            layout = layout_of("int8", num_layers=num_layers, head_dim=head_dim)
-            assert num_layers_of(layout.block_shape[1], head_dim) == num_layers
+            shape = shape_of("int8", num_layers=num_layers, head_dim=head_dim)
+            assert num_layers_of(shape.dims[1], head_dim) == num_layers
 
 
 @pytest.mark.parametrize(
@@ -156,4 +155,4 @@ def test_other_shapes_are_refused(make: Callable[[], Tensor], message: str) -> N
 @pytest.mark.parametrize("name", ["triton", "sdpa", "mine"])
 def test_other_back_ends_are_refused_by_name(name: str) -> None:
     with pytest.raises(AttentionBackendError, match=f"attention_backend is '{name}', only torch reads"):
-        make_attention(name, make_kv_cache(layout_of("int8"), 2), torch.float32)
+        make_attention(name, make_kv_cache(shape_of("int8"), 2), torch.float32)

@@ -59,9 +59,9 @@ def test_dimensions_and_kv_layout(tmp_path: Path) -> None:
     assert config.family == Qwen3(sliding_windows=(None, None), qkv_bias=True, output_bias=True)
     assert config.dtype == "bfloat16"
     layout = config.kv_layout(8, "ab" * 16)
-    assert layout.block_shape == (2, 2, 2, 8, 16)
-    assert layout.block_bytes == 2 * 2 * 2 * 8 * 16 * 2
-    assert read_config(tmp_path, "float16").kv_layout(8, "").dtype == "float16"
+    assert layout.shapes[0].dims == (2, 2, 2, 8, 16)
+    assert layout.shapes[0].block_bytes == 2 * 2 * 2 * 8 * 16 * 2
+    assert read_config(tmp_path, "float16").kv_layout(8, "").shapes[0].dtype == "float16"
 
 
 @pytest.mark.parametrize(

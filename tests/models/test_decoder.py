@@ -65,7 +65,7 @@ def test_rows_do_not_depend_on_their_neighbours(tiny_checkpoints: Any, paged_run
 
 def test_a_padded_row_is_finite_and_changes_nothing_but_its_slot(tiny_checkpoints: Any) -> None:
     decoder = load_decoder(tiny_checkpoints("llama"))
-    kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test"), 8).fill_(1.0)
+    kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test").shapes[0], 8).fill_(1.0)
     batch = packed_batch([5, 0], [4 * 4 + 1, 0], [1, 1], [6, 0], [[3, 4, 0], [0]])
     with torch.inference_mode():
         hidden = decoder.forward(model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, [9, 0]))
@@ -76,7 +76,7 @@ def test_a_padded_row_is_finite_and_changes_nothing_but_its_slot(tiny_checkpoint
 
 def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None:
     decoder = load_decoder(tiny_checkpoints("llama", num_hidden_layers=3))
-    kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test"), 2)
+    kv_cache = make_kv_cache(decoder.config.kv_layout(4, "test").shapes[0], 2)
     written: list[int] = []
     batch = packed_batch([0], [0], [1], [1], [[0]])
 
@@ -99,7 +99,7 @@ def test_hidden_states_of_the_rows_that_are_read(family: str, output_rows: list[
     batch = packed_batch(range(20), range(16, 36), [20], [20], [[1, 2]])
     found = []
     for rows in (None, torch.tensor(output_rows, dtype=torch.int64)):
-        kv_cache = make_kv_cache(decoder.config.kv_layout(16, "test"), 3)
+        kv_cache = make_kv_cache(decoder.config.kv_layout(16, "test").shapes[0], 3)
         with torch.inference_mode():
             inputs = model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, TOKENS)
             found.append((decoder.forward(replace(inputs, output_rows=rows)), kv_cache))
@@ -112,7 +112,7 @@ def test_hidden_states_of_the_rows_that_are_read(family: str, output_rows: list[
 def test_embeddings_that_are_added_to_the_last_layer_count_for_the_rows_that_are_read(tiny_checkpoints: Any) -> None:
     decoder = load_decoder(tiny_checkpoints("llama", num_hidden_layers=1))
     batch = packed_batch(range(20), range(20), [20], [20], [[0, 1]])
-    attention = TorchAttentionBackend(make_kv_cache(decoder.config.kv_layout(16, "test"), 2))
+    attention = TorchAttentionBackend(make_kv_cache(decoder.config.kv_layout(16, "test").shapes[0], 2))
     added, added_rows = [torch.ones(2, decoder.hidden_size)], torch.tensor([3, 19])
     with torch.inference_mode():
         without_added = model_inputs(decoder, attention, batch, TOKENS)
@@ -126,7 +126,7 @@ def test_embeddings_that_are_added_to_the_last_layer_count_for_the_rows_that_are
 
 def test_embeddings_take_the_place_of_token_ids(tiny_checkpoints: Any) -> None:
     decoder = load_decoder(tiny_checkpoints("qwen2"))
-    attention = TorchAttentionBackend(make_kv_cache(decoder.config.kv_layout(16, "test"), 2))
+    attention = TorchAttentionBackend(make_kv_cache(decoder.config.kv_layout(16, "test").shapes[0], 2))
     batch = packed_batch(range(20), range(16, 36), [20], [20], [[1, 0]])
     # slots 16 to 31 are block 1, slots 0 to 3 of block 0 follow
     batch.slot_mapping[16:] -= 32
@@ -160,7 +160,7 @@ def test_a_cache_of_another_shape_is_refused(tiny_checkpoints: Any, paged_run: A
 
 def test_kv_cache_is_zero_and_as_large_as_its_layout(tiny_checkpoints: Any) -> None:
     layout = load_decoder(tiny_checkpoints("llama"), dtype="bfloat16").config.kv_layout(16, "f" * 32)
-    kv_cache = make_kv_cache(layout, 5)
+    kv_cache = make_kv_cache(layout.shapes[0], 5)
     assert kv_cache.shape == (5, 2, 2, 2, 16, 16)
-    assert kv_cache.nbytes == 5 * layout.block_bytes
+    assert kv_cache.nbytes == 5 * layout.shapes[0].block_bytes
     assert not kv_cache.any()

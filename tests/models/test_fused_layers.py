@@ -56,7 +56,7 @@ class Run:
 
     def __init__(self, decoder: Decoder, library: NativeLibrary, ops: TorchLayerOps, level: str | None = None) -> None:
         self.decoder, self.ops = decoder, ops
-        self.cache = make_kv_cache(decoder.config.kv_layout(BLOCK_SIZE, "test"), NUM_BLOCKS)
+        self.cache = make_kv_cache(decoder.config.kv_layout(BLOCK_SIZE, "test").shapes[0], NUM_BLOCKS)
         self.cache.copy_(torch.randn(self.cache.shape, generator=torch.Generator().manual_seed(0)))
         self.attention = NativeAttentionBackend(self.cache, library, level)
         numbers = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist())

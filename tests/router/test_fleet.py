@@ -18,6 +18,7 @@ from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
+from tests.support.models.kv_layouts import with_shape, with_windows
 from tests.support.run.waiting import HANG_S, eventually
 
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
@@ -175,14 +176,14 @@ async def test_blocks_of_another_format_are_not_paired_and_the_format_is_named(c
 
 async def test_a_worker_with_kv_cache_groups_is_not_paired_with_an_older_one(cluster, caplog):
     caplog.set_level(logging.WARNING)
-    grouped = msgspec.structs.replace(LAYOUT, num_layers=1, group_windows=(0, 512))
+    grouped = with_windows(with_shape(LAYOUT, num_layers=1), 0, 512)
     await cluster.worker("prefill", worker_id="new", layout=grouped).start()
     await cluster.start(prefill=0, decode=1)
     assert await cluster.text() == said(5)
     assert not cluster.of("prefill").calls
     assert not cluster.of("decode").calls[0].sent.decode.HasField("source")
     [warning] = [record.message for record in caplog.records if "not paired" in record.message]
-    assert "group_windows: (0, 512) != ()" in warning or "group_windows: () != (0, 512)" in warning
+    assert "group_windows: (0, 512) != (0,)" in warning or "group_windows: (0,) != (0, 512)" in warning
 
 
 async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):

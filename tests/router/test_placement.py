@@ -25,13 +25,14 @@ from pdserve.router.workers import worker as worker_module
 from pdserve.router.workers.worker import LoadEstimate, WorkerLoad, WorkerState
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import LAYOUT
+from tests.support.models.kv_layouts import with_shape
 
 P1, P2 = worker("p1", "prefill"), worker("p2", "prefill", num_waiting_tokens=160)
 D1, D2 = worker("d1", blocks_in_use=1), worker("d2", blocks_in_use=4)
-OTHER = worker("other", "prefill", layout=msgspec.structs.replace(LAYOUT, num_layers=9))
+OTHER = worker("other", "prefill", layout=with_shape(LAYOUT, num_layers=9))
 NEWER = worker("newer", "prefill", protocol_version=PROTOCOL_VERSION + 2)
 CAPPED = worker("capped", limit=10)
-TOKEN_BYTES = LAYOUT.block_bytes / LAYOUT.block_size
+TOKEN_BYTES = LAYOUT.shapes[0].block_bytes / LAYOUT.block_size
 
 
 def ids(placement):
@@ -139,7 +140,7 @@ loads = st.fixed_dictionaries(
 )
 LAYOUTS = [
     LAYOUT,
-    msgspec.structs.replace(LAYOUT, num_layers=9),
+    with_shape(LAYOUT, num_layers=9),
     msgspec.structs.replace(LAYOUT, model_fingerprint="z" * 32),
 ]
 

@@ -19,6 +19,7 @@ from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, 
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
+from tests.support.models.kv_layouts import with_shape
 from tests.support.run.waiting import HANG_S
 
 LONG = "a_sentence_that_fills_some_blocks_of_sixteen_tokens,_and_the_same_for_all"
@@ -104,7 +105,7 @@ async def test_the_page_needs_a_key_and_tells_no_prompt(cluster, tmp_path):
 
 
 async def test_who_was_left_out_and_why(cluster):
-    odd = msgspec.structs.replace(LAYOUT, num_layers=7)
+    odd = with_shape(LAYOUT, num_layers=7)
     await cluster.worker("prefill", worker_id="odd", layout=odd).start()
     leaving = await cluster.worker("decode", worker_id="leaving").start()
     await cluster.start()

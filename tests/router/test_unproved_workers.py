@@ -14,6 +14,7 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, play, said
+from tests.support.models.kv_layouts import with_shape
 from tests.support.run.waiting import HANG_S
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
@@ -71,7 +72,7 @@ async def test_a_copied_identity_served_by_a_stranger_is_never_live(cluster, cap
 
 async def test_a_worker_with_a_dtype_of_tomorrow_is_refused_by_name_and_breaks_nothing(cluster, caplog):
     caplog.set_level(logging.WARNING)
-    layout = msgspec.structs.replace(LAYOUT, dtype="float4_e2m1fn_x2")
+    layout = with_shape(LAYOUT, dtype="float4_e2m1fn_x2")
     for role in ("prefill", "decode"):
         await cluster.worker(role, worker_id=f"tomorrow-{role}", layout=layout).start()
     await cluster.start(prefill=1, decode=1, wait=False)
@@ -90,14 +91,14 @@ async def test_a_worker_with_a_dtype_of_tomorrow_is_refused_by_name_and_breaks_n
         ({"worker_id": "x" * 200}, "worker_id is"),
         ({"max_model_len": 2**31}, "max_model_len is 2147483648"),
         ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
-        ({"layout": msgspec.structs.replace(LAYOUT, num_layers=2**31)}, "num_layers is 2147483648"),
-        ({"layout": msgspec.structs.replace(LAYOUT, head_dim=0)}, "head_dim is 0"),
-        ({"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=3)}, "num_kv_heads is 3, 1 to 2 is needed"),
+        ({"layout": with_shape(LAYOUT, num_layers=2**31)}, "num_layers is 2147483648"),
+        ({"layout": with_shape(LAYOUT, head_dim=0)}, "head_dim is 0"),
+        ({"layout": with_shape(LAYOUT, num_kv_heads=3)}, "num_kv_heads is 3, 1 to 2 is needed"),
         ({"layout": msgspec.structs.replace(LAYOUT, tp_size=2**31)}, "tp_size is 2147483648"),
         ({"layout": msgspec.structs.replace(LAYOUT, tp_rank=1)}, "tp_rank is 1, 0 to 0 is needed"),
         ({"layout": msgspec.structs.replace(LAYOUT, model_fingerprint="")}, "model_fingerprint is ''"),
         (
-            {"layout": msgspec.structs.replace(LAYOUT, num_layers=4096, head_dim=16384, block_size=16384)},
+            {"layout": with_shape(LAYOUT, num_layers=4096, head_dim=16384, block_size=16384)},
             "block_bytes",
         ),
     ],

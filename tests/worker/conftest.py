@@ -134,7 +134,7 @@ class Node:
             self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, HANG_S, grace_s, DIGESTS
         )
         self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
-        self.adapter = KvTransferManager(self.door.side, self.connectors, pool, self.peers, receiving)
+        self.adapter = KvTransferManager(self.door.side, self.connectors, [pool], self.peers, receiving)
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(HANG_S, grace_s, 2 * HANG_S), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(

@@ -213,7 +213,7 @@ def test_metrics_count_what_the_records_say() -> None:
     assert value("pdserve_calls_total", call="prefill", outcome="ok") == 1
     assert value("pdserve_call_errors_total", code="transfer_failed") == 1
     assert value("pdserve_kv_transfer_blocks_total", connector="local") == 4
-    assert value("pdserve_kv_transfer_bytes_total", connector="local") == 4 * LAYOUT.block_bytes
+    assert value("pdserve_kv_transfer_bytes_total", connector="local") == 4 * LAYOUT.shapes[0].block_bytes
     assert value("pdserve_kv_transfer_seconds_count", connector="local") == 1
     assert value("pdserve_kv_transfer_seconds_sum", connector="local") == 2
     assert value("pdserve_decode_generate_seconds_sum") == 6.5
@@ -225,7 +225,7 @@ def test_metrics_count_what_the_records_say() -> None:
     assert value("pdserve_kv_blocks_pinned") == 2
     assert value("pdserve_preemptions_total") == 9
     assert value("pdserve_prefix_hit_tokens_total") == 32
-    assert value("pdserve_kv_host_bytes") == 3 * LAYOUT.block_bytes
+    assert value("pdserve_kv_host_bytes") == 3 * LAYOUT.shapes[0].block_bytes
     assert value("pdserve_external_prefix_hit_tokens_total") == 48
     assert value("pdserve_engine_tick_age_seconds") == 0.25
     assert value("pdserve_open_transfers") == 3

@@ -118,7 +118,7 @@ class Crossing:
         real = SourceTransfer.settled
 
         def settled(
-            transfer: SourceTransfer, first_index: int, block_ids: Sequence[int], digests: Sequence[int]
+            transfer: SourceTransfer, first_index: int, block_ids: Sequence[int], digests: Sequence[tuple[int, ...]]
         ) -> None:
             others = self._last.get(len(block_ids), block_ids)
             self._last[len(block_ids)] = block_ids

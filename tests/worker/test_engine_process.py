@@ -72,7 +72,7 @@ async def tokens_of(pair: Pair, request: GenerationRequest, *, remote: bool) -> 
             landed.append(event.landed)
     if remote:
         assert [(each.num_blocks, each.connector) for each in landed] == [(3, "tcp")]
-        assert landed[0].transfer_bytes == 3 * pair.d.identity.layout.block_bytes
+        assert landed[0].transfer_bytes == 3 * pair.d.identity.layout.shapes[0].block_bytes
     return tokens
 
 

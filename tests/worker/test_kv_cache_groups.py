@@ -95,10 +95,10 @@ async def test_sources_that_share_a_prefix_end_in_the_smallest_pool(make_pair: M
 async def test_workers_with_and_without_groups_refuse_each_other_by_name(make_pair: MakePair, without: str) -> None:
     async with make_pair(**{without: {"disable_hybrid_kv_cache_manager": True}}) as pair:
         p, d = pair.p.identity.layout, pair.d.identity.layout
-        assert [line.partition(":")[0] for line in p.differences(d)] == ["num_layers", "group_windows"]
+        assert [line.partition(":")[0] for line in p.differences(d)] == ["group_shapes", "group_windows", "num_layers"]
         with pytest.raises(TransferFailed) as caught:
             await ask(pair, prompt_of(40))
-        assert "KV layouts differ (source != receiver): num_layers: " in caught.value.message
+        assert "KV layouts differ (source != receiver): group_shapes: " in caught.value.message
         assert f"group_windows: {p.group_windows} != {d.group_windows}" in caught.value.message
 
 

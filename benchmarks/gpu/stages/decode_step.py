@@ -146,5 +146,5 @@ def step_bytes(bench: Bench, loaded: LoadedModel, batch: int, context: int) -> i
     """Of weights in bfloat16, whatever form they have, so that steps with others can be compared."""
     weights = weight_bytes(loaded.folder, LLAMA_8B["dtype"], "dummy")
     embedding = config.vocab_size * config.hidden_size * 2
-    token = loaded.layout.block_bytes // loaded.layout.block_size
+    token = loaded.layout.shapes[0].block_bytes // loaded.layout.block_size
     return weights - embedding + batch * context * token

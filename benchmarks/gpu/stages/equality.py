@@ -53,7 +53,7 @@ def make_engine(bench: Bench, folder: Path, **fields: Any) -> Harness:
     decoder = load_decoder(folder, dtype="float32", device=str(bench.device))
     fields = {"block_size": 16, "num_blocks": 128, "max_model_len": 1024} | fields
     config = EngineConfig(**fields, attention_backend=bench.triton, kernels=bench.triton)
-    kv_cache = make_kv_cache(decoder.config.kv_layout(16, "fingerprint"), config.num_blocks, bench.device)
+    kv_cache = make_kv_cache(decoder.config.kv_layout(16, "fingerprint").shapes[0], config.num_blocks, bench.device)
     return Harness(config, decoder, kv_cache, decoder.config.vocab_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -40,34 +41,25 @@ _OF_RANKS = ("num_kv_heads", "tp_rank", "tp_size")
 """Fields in which two workers of a transfer may differ."""
 
 
-class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Dims of `kv_cache[num_blocks, num_kv_heads, num_layers, rows_per_token, block_size, head_dim]` on one rank.
+class BlockShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Dims of a block `[num_kv_heads, num_layers, rows_per_token, block_size, head_dim]` on one rank.
 
     A block is one run of bytes, and so is each range of its heads: heads a to b - 1 are its bytes from `a * head_bytes` to
     `b * head_bytes`.
     """
 
-    format: int = FORMAT
     num_layers: int
     num_kv_heads: int
     """Heads of this rank."""
     total_num_kv_heads: int
     """Heads of all ranks."""
-    tp_rank: int = 0
-    tp_size: int = 1
-    """Ranks that share the heads."""
     head_dim: int
     block_size: int
     """Tokens in a block."""
     dtype: str
     """`float32`, `bfloat16`, `float16`, or one of `QUANTIZED_DTYPES`."""
-    model_fingerprint: str
-    """32 hex digits: a hash of everything that determines the content of a KV block."""
     rows_per_token: int = 2
-    """Of a head in a layer: 2, a key and a value; 1, a latent row (`AttentionSpec.value_dim`), which all ranks have."""
-    group_windows: tuple[int, ...] = ()
-    """Tokens of the window of each KV cache group, 0 for none; empty with one group. A block has the layers of one group,
-    `num_layers` of them with padding. Which layers are a group follows from the model; a change of that rule raises `FORMAT`."""
+    """Of a head in a layer: 2, a key and a value; 1, one row that has both (`AttentionSpec.value_dim`)."""
 
     @property
     def head_bytes(self) -> int:
@@ -92,7 +84,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_bytes
 
     @property
-    def block_shape(self) -> tuple[int, ...]:
+    def dims(self) -> tuple[int, ...]:
         """`[Hkv, L, rows_per_token, bs, D]`; `[Hkv, L * 2 + num_scale_rows, bs, D]` with a quantised dtype."""
         if self.dtype in QUANTIZED_DTYPES:
             return (self.num_kv_heads, self.num_layers * 2 + self.num_scale_rows, self.block_size, self.head_dim)
@@ -103,48 +95,115 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one block in all ranks, each head once. Raises: LayoutMismatch for a dtype that is not known."""
         return self.total_num_kv_heads * self.head_bytes
 
+    def ranks_with(self, head: int, tp_size: int) -> range:
+        """Ranks that have a head, 0 to `total_num_kv_heads` - 1: one, or several where there are fewer heads than ranks."""
+        if self.total_num_kv_heads < tp_size:
+            copies = tp_size // self.total_num_kv_heads
+            return range(head * copies, (head + 1) * copies)
+        rank = head // self.num_kv_heads
+        return range(rank, rank + 1)
+
+    def is_even(self, tp_size: int) -> bool:
+        """True if the ranks have equal parts of the heads, or each head is on equally many ranks."""
+        total = self.total_num_kv_heads
+        if min(total, tp_size) < 1 or (total % tp_size and tp_size % total):
+            return False
+        return self.num_kv_heads == max(1, total // tp_size)
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of a model's KV cache groups on one rank."""
+
+    format: int = FORMAT
+    model_fingerprint: str
+    """32 hex digits: a hash of everything that determines the content of a KV block."""
+    block_size: int
+    """Tokens in a block."""
+    tp_rank: int = 0
+    tp_size: int = 1
+    """Ranks that share the heads."""
+    shapes: tuple[BlockShape, ...]
+    """Different ones of the groups, in the order of the first group of each. Groups of one shape have blocks from one pool, with
+    the layers of one group each, and padding."""
+    group_shapes: tuple[int, ...] = (0,)
+    """Per KV cache group, the index of its shape."""
+    group_windows: tuple[int, ...] = (0,)
+    """Per group, tokens of its window, 0 for none. Which layers are a group follows from the model; a change of that rule raises
+    `FORMAT`."""
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of a block in each group. Raises: LayoutMismatch for a dtype that is not known."""
+        return sum(self.shapes[shape].block_bytes for shape in self.group_shapes)
+
+    @property
+    def total_place_bytes(self) -> int:
+        """As `place_bytes`, in all ranks, each head once. Raises: LayoutMismatch."""
+        return sum(self.shapes[shape].total_block_bytes for shape in self.group_shapes)
+
+    @property
+    def mean_block_bytes(self) -> int:
+        """Bytes of a block in all ranks, in the mean of the groups. Raises: LayoutMismatch."""
+        return self.total_place_bytes // self.num_groups
+
+    def num_places(self, num_blocks: Sequence[int]) -> int:
+        """Places of sequences for which there are blocks of each shape. Groups with a window do not count: they need blocks for few
+        places of each sequence. num_blocks: by shape."""
+        groups = list(zip(self.group_shapes, self.group_windows, strict=True))
+        lasting = [shape for shape, window in groups if not window] or [shape for shape, _ in groups]
+        return min(count // lasting.count(shape) for shape, count in enumerate(num_blocks) if shape in lasting)
+
+    def pool_bytes(self, num_blocks: Sequence[int]) -> int:
+        """Bytes of as many blocks of each shape. Raises: LayoutMismatch."""
+        return sum(count * shape.block_bytes for count, shape in zip(num_blocks, self.shapes, strict=True))
+
     @property
     def num_groups(self) -> int:
         """KV cache groups. A token's keys and values lie in a block of each."""
-        return len(self.group_windows) or 1
+        return len(self.group_shapes)
+
+    @property
+    def block_shapes(self) -> tuple[BlockShape, ...]:
+        """Per KV cache group."""
+        return tuple(self.shapes[shape] for shape in self.group_shapes)
 
     def num_prompt_blocks(self, num_tokens: int, num_cached: int = 0) -> int:
         """Blocks of a prompt, of all KV cache groups together, that the first token after it sees.
 
         num_cached: places from the first, whose blocks are not counted.
         """
-        if not self.group_windows:
-            return max(0, -(-num_tokens // self.block_size) - num_cached)
+        if not any(self.group_windows):
+            return max(0, -(-num_tokens // self.block_size) - num_cached) * self.num_groups
         order = TransferOrder.of(self.group_windows, num_tokens, self.block_size)
         return max(0, len(order) - order.number(num_cached))
-
-    def ranks_with(self, head: int) -> range:
-        """Ranks that have a head, 0 to `total_num_kv_heads` - 1: one, or several where there are fewer heads than ranks."""
-        if self.total_num_kv_heads < self.tp_size:
-            copies = self.tp_size // self.total_num_kv_heads
-            return range(head * copies, (head + 1) * copies)
-        rank = head // self.num_kv_heads
-        return range(rank, rank + 1)
 
     def differences(self, other: KvLayout) -> list[str]:
         """Reasons why blocks cannot be transferred between the two, one line each: `name: ours != theirs` for a field; empty if
         they can. Ranks may differ in number if each side's ranks have equal parts of the heads.
         """
-        found = [
-            f"{name}: {getattr(self, name)} != {getattr(other, name)}"
-            for name in self.__struct_fields__
-            if name not in _OF_RANKS and getattr(self, name) != getattr(other, name)
+        found = _differing(self, other, ("shapes", *_OF_RANKS))
+        if len(self.shapes) != len(other.shapes):
+            found.append(f"shapes: {len(self.shapes)} != {len(other.shapes)}")
+        pairs = list(zip(self.shapes, other.shapes, strict=False))
+        for number, (ours, theirs) in enumerate(pairs):
+            of_shape = f"shapes[{number}]." if len(self.shapes) > 1 else ""
+            found += [of_shape + line for line in _differing(ours, theirs, _OF_RANKS)]
+        if found:
+            return found
+        return [
+            f"tp_size: {self.tp_size} and {other.tp_size} ranks with {ours.num_kv_heads} and {theirs.num_kv_heads} of "
+            f"{ours.total_num_kv_heads} KV heads each, which are no equal parts"
+            for ours, theirs in pairs
+            if not (self._has_even(ours) and other._has_even(theirs))
         ]
-        if not found and not (self._is_even() and other._is_even()):
-            found.append(
-                f"tp_size: {self.tp_size} and {other.tp_size} ranks with {self.num_kv_heads} and {other.num_kv_heads} of "
-                f"{self.total_num_kv_heads} KV heads each, which are no equal parts"
-            )
-        return found
 
-    def _is_even(self) -> bool:
-        """True if the ranks have equal parts of the heads, or each head is on equally many ranks."""
-        total, size = self.total_num_kv_heads, self.tp_size
-        if min(total, size) < 1 or not 0 <= self.tp_rank < size or (total % size and size % total):
-            return False
-        return self.num_kv_heads == max(1, total // size)
+    def _has_even(self, shape: BlockShape) -> bool:
+        return 0 <= self.tp_rank < self.tp_size and shape.is_even(self.tp_size)
+
+
+def _differing(ours: msgspec.Struct, theirs: msgspec.Struct, allowed: tuple[str, ...]) -> list[str]:
+    return [
+        f"{name}: {getattr(ours, name)} != {getattr(theirs, name)}"
+        for name in ours.__struct_fields__
+        if name not in allowed and getattr(ours, name) != getattr(theirs, name)
+    ]

@@ -29,9 +29,7 @@ class TransferOrder:
     @classmethod
     def of(cls, group_windows: Sequence[int], num_tokens: int, block_size: int) -> TransferOrder:
         """group_windows: see `KvLayout`. num_tokens: of the prompt, with the output of earlier attempts."""
-        firsts = [
-            num_skipped_blocks(num_tokens, window, block_size) if window else 0 for window in group_windows or (0,)
-        ]
+        firsts = [num_skipped_blocks(num_tokens, window, block_size) if window else 0 for window in group_windows]
         return cls(tuple(firsts), -(-num_tokens // block_size))
 
     def __len__(self) -> int:

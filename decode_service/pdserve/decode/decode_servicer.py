@@ -105,6 +105,6 @@ def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     if not isinstance(settings, DecodeSettings):
         raise InternalError(f"a decode worker needs DecodeSettings, not {type(settings).__name__}")
     servicer = DecodeServicer(
-        settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.total_block_bytes
+        settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.mean_block_bytes
     )
     return [worker.serve_calls({"decode": servicer.begin_decode, "session": servicer.begin_session})]

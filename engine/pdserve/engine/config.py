@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import gt
 
 from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
@@ -39,7 +40,9 @@ class EngineConfig:
 
     block_size: int = 16
     num_blocks: int = 256
-    """Blocks of the pool, each with the keys and values of one KV cache group's layers."""
+    """Blocks of the pool, each with the keys and values of one KV cache group's layers; of the first shape."""
+    num_other_blocks: tuple[int, ...] = ()
+    """Blocks of the other shapes."""
     max_model_len: int = 4096
     """Largest number of tokens of one sequence; at most what the pool holds. With an encoder: of both parts and the padding."""
     num_labels: int = 0
@@ -95,9 +98,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         specs, size = self.kv_cache_specs, self.block_size
-        if max_sequence_blocks(specs, self.max_model_len, size, self.largest_chunk) > self.num_blocks:
+        needed = max_sequence_blocks(specs, self.max_model_len, size, self.largest_chunk)
+        if any(map(gt, needed, self.num_blocks_by_shape)):
+            shown = " and ".join(map(str, self.num_blocks_by_shape))
             raise ValueError(
-                f"max_model_len {self.max_model_len} exceeds the pool of {self.num_blocks} blocks of {size} tokens, "
+                f"max_model_len {self.max_model_len} exceeds the pool of {shown} blocks of {size} tokens, "
                 f"with {len(specs)} KV cache groups"
             )
         if self.encoder_decoder is not None and self.max_model_len - self.encoder_decoder.max_len > self.largest_chunk:
@@ -106,6 +111,10 @@ class EngineConfig:
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")
+
+    @property
+    def num_blocks_by_shape(self) -> tuple[int, ...]:
+        return self.num_blocks, *self.num_other_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import gt
 
+from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec
 
 
@@ -14,29 +16,37 @@ def num_window_blocks(window: int, block_size: int, step_tokens: int) -> int:
     return -(-(window - 1 + step_tokens) // block_size) + 1
 
 
-def max_sequence_blocks(specs: Sequence[KVCacheSpec], num_tokens: int, block_size: int, step_tokens: int) -> int:
-    """Blocks of a sequence of `num_tokens` tokens that computes at most `step_tokens` per step.
+def max_sequence_blocks(
+    specs: Sequence[KVCacheSpec], num_tokens: int, block_size: int, step_tokens: int
+) -> BlockCounts:
+    """Blocks of a sequence of `num_tokens` tokens that computes at most `step_tokens` per step, by shape.
 
     specs: of the KV cache groups. With one group all of its blocks, with or without a window: a transfer source keeps them.
     """
     num_blocks = -(-num_tokens // block_size)
     if len(specs) == 1:
-        return num_blocks
-    return sum(min(num_blocks, _limit(spec, num_blocks, block_size, step_tokens)) for spec in specs)
+        return (num_blocks,)
+    counts = [0] * (max(spec.shape for spec in specs) + 1)
+    for spec in specs:
+        counts[spec.shape] += min(num_blocks, _limit(spec, num_blocks, block_size, step_tokens))
+    return tuple(counts)
 
 
 _MAX_BLOCKS = 1 << 48
 
 
-def max_sequence_tokens(specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int, step_tokens: int) -> int:
-    """Tokens of the longest sequence whose `max_sequence_blocks` are no more than `num_blocks`."""
+def max_sequence_tokens(
+    specs: Sequence[KVCacheSpec], num_blocks: BlockCounts, block_size: int, step_tokens: int
+) -> int:
+    """Tokens of the longest sequence whose `max_sequence_blocks` are no more than `num_blocks` of any shape."""
 
-    def needed(of_group: int) -> int:
-        return max_sequence_blocks(specs, of_group * block_size, block_size, step_tokens)
+    def exceeds(of_group: int) -> bool:
+        needed = max_sequence_blocks(specs, of_group * block_size, block_size, step_tokens)
+        return any(map(gt, needed, num_blocks))
 
     # no machine has so many blocks, and `range` has no larger numbers
-    num_blocks = min(num_blocks, _MAX_BLOCKS)
-    return (bisect_right(range(num_blocks + 1), num_blocks, key=needed) - 1) * block_size
+    most = min(max(num_blocks), _MAX_BLOCKS)
+    return (bisect_left(range(most + 1), True, key=exceeds) - 1) * block_size
 
 
 def _limit(spec: KVCacheSpec, num_blocks: int, block_size: int, step_tokens: int) -> int:

@@ -25,6 +25,7 @@ from pdserve.kv_transfer.connector import (
     SupportsPeerEviction,
     SupportsPeerWarmup,
 )
+from pdserve.kv_transfer.heads.head_groups import RankPart
 from pdserve.kv_transfer.heads.rank_transfers import RankTransfers
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
@@ -36,7 +37,7 @@ MAX_AVOIDED = 1024
 
 
 class ConnectorSet:
-    """The connectors of one worker, and as `RankTransfers` those of its rank 0. Thread-safe.
+    """The connectors of one worker, and as `RankTransfers` those of its rank 0 for blocks of the first shape. Thread-safe.
 
     connectors: best first, at least one, with distinct names. optional: names of connectors that may fail to start.
     """
@@ -56,7 +57,8 @@ class ConnectorSet:
         self._avoided: dict[tuple[str, str], float] = {}
         self._lives = PeerEndpoints()
         self._pool: PoolMemory | None = None
-        self._other_ranks: Sequence[RankTransfers] = ()
+        self._others: dict[tuple[int, int], RankTransfers] = {}
+        """(rank, shape) -> its blocks, without those of this object."""
         self.num_fallbacks = 0
         """Number of transfers that continued over another connector."""
 
@@ -85,9 +87,10 @@ class ConnectorSet:
                 self._leave_out(name, error)
         self._pool = pool
 
-    def join(self, other_ranks: Sequence[RankTransfers], names: Collection[str]) -> None:
-        """Add the ranks above 0, which serve as this one does. names: connectors that all of them have. Raises: ConfigError."""
-        self._other_ranks = other_ranks
+    def join(self, others: Mapping[tuple[int, int], RankTransfers], names: Collection[str]) -> None:
+        """Add the pools of other ranks and shapes, which serve as this one does. others: by (rank, shape). names: connectors that
+        all of them have. Raises: ConfigError."""
+        self._others.update(others)
         for name in [name for name in self._connectors if name not in names]:
             self._leave_out(name, ConfigError("another rank cannot use it"))
 
@@ -105,14 +108,14 @@ class ConnectorSet:
         for connector in self._connectors.values():
             if isinstance(connector, SupportsPeerWarmup):
                 connector.meet(worker_id, epoch)
-        for rank in self._other_ranks:
-            rank.meet(worker_id, epoch)
+        for other in self._others.values():
+            other.meet(worker_id, epoch)
 
     # ---- RankTransfers of rank 0
 
-    def of_rank(self, rank: int) -> RankTransfers:
-        """The blocks of one of this worker's ranks; those of rank 0 are this object's."""
-        return self if rank == 0 else self._other_ranks[rank - 1]
+    def of_part(self, part: RankPart) -> RankTransfers:
+        """The blocks of one shape on one of this worker's ranks."""
+        return self._others.get((part.rank, part.shape), self)
 
     def metadata(self, connector: str) -> bytes:
         """As `RankTransfers.metadata`."""
@@ -129,13 +132,14 @@ class ConnectorSet:
         """As `RankTransfers.read`."""
         return self._connectors[connector].read(order, listener)
 
-    def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
+    def digests(
+        self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest, parts: int
+    ) -> Future[list[int]]:
         """As `RankTransfers.digests`; computed when this returns."""
         found: Future[list[int]] = Future()
         try:
             if self._pool is None:
                 raise RuntimeError("serve() comes first")
-            indexes = range(first_index, first_index + len(blocks))
             found.set_result(self._pool.divided(parts).digests(blocks, indexes, digest))
         except Exception as error:
             found.set_exception(error)
@@ -149,13 +153,13 @@ class ConnectorSet:
 
     # ---- peers
 
-    def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes, rank: int = 0) -> None:
-        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended. rank: the worker's.
+    def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes, part: RankPart) -> None:
+        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended. part: of the worker.
 
-        Raises: TransferFailed if blocks have landed from another endpoint of this connector and rank.
+        Raises: TransferFailed if blocks have landed from another endpoint of this connector, rank and shape.
         """
         with self._lock:
-            ended = self._lives.reached(worker_id, epoch, name, metadata, rank)
+            ended = self._lives.reached(worker_id, epoch, name, metadata, (part.rank, part.shape))
         self._forget(ended)
 
     def landed(self, worker_id: str, epoch: int, name: str) -> None:
@@ -171,8 +175,8 @@ class ConnectorSet:
 
     def _forget(self, ways: Mapping[Endpoint, bytes]) -> None:
         for (name, _), metadata in ways.items():
-            for rank in (self, *self._other_ranks):
-                rank.forget(name, metadata)
+            for pool in (self, *self._others.values()):
+                pool.forget(name, metadata)
 
     def failed(self, peer: str, name: str) -> None:
         """Record that a read from this peer failed over this connector and its transfer continues over another."""
@@ -193,8 +197,8 @@ class ConnectorSet:
         """As `BlockConnector.close`, for all."""
         for connector in self._connectors.values():
             connector.close()
-        for rank in self._other_ranks:
-            rank.close()
+        for other in self._others.values():
+            other.close()
 
 
 class Grants:
@@ -231,8 +235,8 @@ class _Countdown:
 
 MAX_WORKERS = 256
 
-Endpoint = tuple[str, int]
-"""(connector, rank) of a peer."""
+Endpoint = tuple[str, tuple[int, int]]
+"""(connector, (rank, shape)) of a peer."""
 
 
 @dataclass(slots=True)
@@ -253,7 +257,7 @@ class PeerEndpoints:
         self._lives: OrderedDict[str, _Life] = OrderedDict()
 
     def reached(
-        self, worker_id: str, epoch: int, connector: str, metadata: bytes, rank: int = 0
+        self, worker_id: str, epoch: int, connector: str, metadata: bytes, pool: tuple[int, int] = (0, 0)
     ) -> dict[Endpoint, bytes]:
         """Record that an epoch is read at an endpoint. Returns the endpoints to free: those of another epoch, which has ended,
         and an endpoint that this one replaces because nothing has landed from it. Without that, a peer that names
@@ -263,14 +267,14 @@ class PeerEndpoints:
         """
         ended = self.begun(worker_id, epoch)
         life = self._lives.setdefault(worker_id, _Life(epoch))
-        known = life.ways.get((connector, rank), metadata)
+        known = life.ways.get((connector, pool), metadata)
         if known != metadata:
             if connector in life.proved:
                 raise TransferFailed(
                     f"source {worker_id} has named another endpoint of its connector {connector} before"
                 )
-            ended[connector, rank] = known
-        life.ways[connector, rank] = metadata
+            ended[connector, pool] = known
+        life.ways[connector, pool] = metadata
         self._lives.move_to_end(worker_id)
         if len(self._lives) > MAX_WORKERS:
             self._lives.popitem(last=False)

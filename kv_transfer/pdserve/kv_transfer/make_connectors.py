@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -33,17 +33,21 @@ log = logging.getLogger(__name__)
 
 
 def make_connectors(
-    settings: WorkerSettings, why_not: Callable[[], str | None] = why_no_nixl, *, tls: TlsIdentity | None = None
+    settings: WorkerSettings,
+    why_not: Callable[[], str | None] = why_no_nixl,
+    *,
+    shape: int = 0,
+    tls: TlsIdentity | None = None,
 ) -> ConnectorSet:
-    """TCP always, and NIXL before it if it is allowed and starts. why_not: function that returns the reason why NIXL cannot be used
-    here, or None.
+    """The connectors of blocks of one shape: TCP always, and NIXL before it if it is allowed and starts.
 
-    tls: for TCP. NIXL has no encryption, so with TLS it is used only with `nixl_plaintext`.
+    why_not: function that returns the reason why NIXL cannot be used here, or None. shape: if `data_port` is fixed, its
+    port follows those of the shapes before, on all ranks. tls: for TCP. NIXL has no encryption, so with TLS it is used only with
+    `nixl_plaintext`.
     Raises: ConfigError if `connector` is `nixl` and NIXL cannot start.
     """
-    tcp = TcpConnector(
-        TcpSettings(host=settings.host, port=settings.data_port, advertise_host=settings.peers_host, tls=tls)
-    )
+    port = settings.data_port and settings.data_port + shape * settings.tensor_parallel_size
+    tcp = TcpConnector(TcpSettings(host=settings.host, port=port, advertise_host=settings.peers_host, tls=tls))
     if settings.connector == "tcp":
         log.info("connectors: tcp; not nixl: connector is 'tcp'")
         return ConnectorSet([tcp])
@@ -58,6 +62,22 @@ def make_connectors(
         raise ConfigError(f"connector is 'nixl', which cannot be used here: {reason}")
     log.info("connectors: tcp; not nixl: %s", reason)
     return ConnectorSet([tcp])
+
+
+def serve_pools(
+    settings: WorkerSettings, kv_caches: Sequence[Tensor], tls: TlsIdentity | None
+) -> tuple[ConnectorSet, list[PoolMemory]]:
+    """Connectors that serve the pools of one rank, one per shape of blocks, and the pools. Each pool has connectors of its own,
+    which the first one's are joined with. Raises: ConfigError."""
+    first, *others = (make_connectors(settings, shape=number, tls=tls) for number in range(len(kv_caches)))
+    ring_bytes = (settings.limits.kv_ring_mib << 20) // len(kv_caches)
+    pools = [
+        serve_pool(connectors, kv_cache, ring_bytes, settings.kernels)
+        for connectors, kv_cache in zip((first, *others), kv_caches, strict=True)
+    ]
+    names = {name for name in first.names if all(name in other.names for other in others)}
+    first.join({(0, shape): other for shape, other in enumerate(others, 1)}, names)
+    return first, pools
 
 
 def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int, kernels: str = "auto") -> PoolMemory:

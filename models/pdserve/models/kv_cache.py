@@ -10,13 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.kv_layout import BlockShape, KvLayout
 from pdserve.models.dtypes import CACHE_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec:
     """Keys and values of all tokens of a sequence are kept."""
+
+    shape: int = 0
+    """Of the group's blocks: the index in `KvLayout.shapes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class SlidingWindowSpec:
 
     sliding_window: int
     """Number of tokens, itself included, that a token attends to in the layer with the widest window."""
+    shape: int = 0
+    """As of `FullAttentionSpec`."""
 
 
 KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
@@ -32,9 +37,9 @@ KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
 
 
 def group_windows(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
-    """See `KvLayout.group_windows`. specs: of all groups."""
+    """See `KvLayout.group_windows`. specs: of all groups. An only group has none: a transfer moves all of its blocks."""
     if len(specs) == 1:
-        return ()
+        return (0,)
     return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
 
 
@@ -43,30 +48,52 @@ class KVCacheGroupSpec:
     """Layers that share a block table per sequence: one block has the keys and values of its tokens in all of them."""
 
     layers: tuple[int, ...]
-    """At most `layout.num_layers`; the rest of a block is padding."""
+    """At most `shape.num_layers`; the rest of a block is padding."""
     spec: KVCacheSpec
-    layout: KvLayout
-    """Equal in all groups, so that any group can use any block of the pool."""
+    shape: BlockShape
+    """Groups of one shape can use any block of its pool."""
+
+
+def shapes_of(groups: Sequence[KVCacheGroupSpec]) -> tuple[BlockShape, ...]:
+    """Different shapes, in the order of `KvLayout.shapes`."""
+    return tuple(dict.fromkeys(group.shape for group in groups))
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The cache of one model: groups that share a pool of `num_blocks` blocks, one tensor."""
+    """The cache of one model: its groups, and a pool of blocks for each shape, one tensor."""
 
-    num_blocks: int
+    layout: KvLayout
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+    num_blocks: tuple[int, ...]
+    """Per shape of the layout."""
 
     @property
     def specs(self) -> tuple[KVCacheSpec, ...]:
         return tuple(group.spec for group in self.kv_cache_groups)
 
 
-def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:
-    """Zeros `[num_blocks, *layout.block_shape]`, contiguous. Writes every page of memory, so that no step has to map one."""
-    dtype, shape = CACHE_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
+def make_kv_cache(shape: BlockShape, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:
+    """Zeros `[num_blocks, *shape.dims]`, contiguous. Writes every page of memory, so that no step has to map one."""
+    dtype, dims = CACHE_DTYPES[shape.dtype], (num_blocks, *shape.dims)
     if torch.device(device).type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device).zero_()
-    return make_host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)
+        return torch.empty(dims, dtype=dtype, device=device).zero_()
+    return make_host_memory(num_blocks * shape.block_bytes).view(dtype).view(dims)
+
+
+def make_kv_caches(
+    groups: Sequence[KVCacheGroupSpec], num_blocks: Sequence[int], device: str | torch.device = "cpu"
+) -> tuple[Tensor, ...]:
+    """Per group, the pool of its shape. num_blocks: by shape."""
+    pools = {
+        shape: make_kv_cache(shape, count, device) for shape, count in zip(shapes_of(groups), num_blocks, strict=True)
+    }
+    return tuple(pools[group.shape] for group in groups)
+
+
+def pools_of(kv_caches: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Different ones of the caches of KV cache groups, by shape."""
+    return tuple({id(kv_cache): kv_cache for kv_cache in kv_caches}.values())
 
 
 def make_host_memory(num_bytes: int) -> Tensor:

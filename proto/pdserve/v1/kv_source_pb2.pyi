@@ -153,65 +153,94 @@ Global___Open: typing_extensions.TypeAlias = Open
 
 @typing.final
 class KvLayout(google.protobuf.message.Message):
-    """Of a block [num_kv_heads, num_layers, rows_per_token, block_size, head_dim] of one rank. Paired workers differ at most in
-    num_kv_heads, tp_rank and tp_size.
-    """
+    """Paired workers differ at most in num_kv_heads, tp_rank and tp_size."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: builtins.int
+    TP_RANK_FIELD_NUMBER: builtins.int
+    TP_SIZE_FIELD_NUMBER: builtins.int
+    SHAPES_FIELD_NUMBER: builtins.int
+    GROUP_SHAPES_FIELD_NUMBER: builtins.int
+    GROUP_WINDOWS_FIELD_NUMBER: builtins.int
+    format: builtins.int
+    """order of a block's bytes: common/kv_layout.py"""
+    model_fingerprint: builtins.str
+    block_size: builtins.int
+    """tokens"""
+    tp_rank: builtins.int
+    tp_size: builtins.int
+    """ranks that share the heads"""
+    @property
+    def shapes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockShape]:
+        """of the blocks of KV cache groups"""
+
+    @property
+    def group_shapes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """per group, the index of its shape"""
+
+    @property
+    def group_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """per group, tokens of its window, 0 for none"""
+
+    def __init__(
+        self,
+        *,
+        format: builtins.int = ...,
+        model_fingerprint: builtins.str = ...,
+        block_size: builtins.int = ...,
+        tp_rank: builtins.int = ...,
+        tp_size: builtins.int = ...,
+        shapes: collections.abc.Iterable[Global___BlockShape] | None = ...,
+        group_shapes: collections.abc.Iterable[builtins.int] | None = ...,
+        group_windows: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "format", b"format", "group_shapes", b"group_shapes", "group_windows", b"group_windows", "model_fingerprint", b"model_fingerprint", "shapes", b"shapes", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KvLayout: typing_extensions.TypeAlias = KvLayout
+
+@typing.final
+class BlockShape(google.protobuf.message.Message):
+    """A block [num_kv_heads, num_layers, rows_per_token, block_size, head_dim] of one rank."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_LAYERS_FIELD_NUMBER: builtins.int
     NUM_KV_HEADS_FIELD_NUMBER: builtins.int
+    TOTAL_NUM_KV_HEADS_FIELD_NUMBER: builtins.int
     HEAD_DIM_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
-    FORMAT_FIELD_NUMBER: builtins.int
-    TOTAL_NUM_KV_HEADS_FIELD_NUMBER: builtins.int
-    TP_RANK_FIELD_NUMBER: builtins.int
-    TP_SIZE_FIELD_NUMBER: builtins.int
-    GROUP_WINDOWS_FIELD_NUMBER: builtins.int
     ROWS_PER_TOKEN_FIELD_NUMBER: builtins.int
     num_layers: builtins.int
     num_kv_heads: builtins.int
     """of this rank"""
+    total_num_kv_heads: builtins.int
+    """of all ranks"""
     head_dim: builtins.int
     block_size: builtins.int
     """tokens"""
     dtype: builtins.str
-    model_fingerprint: builtins.str
-    format: builtins.int
-    """order of the bytes: common/kv_layout.py"""
-    total_num_kv_heads: builtins.int
-    """of all ranks"""
-    tp_rank: builtins.int
-    tp_size: builtins.int
-    """ranks that share the heads"""
     rows_per_token: builtins.int
-    """of a head in a layer: 2, a key and a value; 1, a latent row"""
-    @property
-    def group_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of KV cache groups, tokens, 0 for none; empty with one group, which has all layers"""
-
+    """of a head in a layer: 2, a key and a value; 1, one row that has both"""
     def __init__(
         self,
         *,
         num_layers: builtins.int = ...,
         num_kv_heads: builtins.int = ...,
+        total_num_kv_heads: builtins.int = ...,
         head_dim: builtins.int = ...,
         block_size: builtins.int = ...,
         dtype: builtins.str = ...,
-        model_fingerprint: builtins.str = ...,
-        format: builtins.int = ...,
-        total_num_kv_heads: builtins.int = ...,
-        tp_rank: builtins.int = ...,
-        tp_size: builtins.int = ...,
-        group_windows: collections.abc.Iterable[builtins.int] | None = ...,
         rows_per_token: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "format", b"format", "group_windows", b"group_windows", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rows_per_token", b"rows_per_token", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rows_per_token", b"rows_per_token", "total_num_kv_heads", b"total_num_kv_heads"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
-Global___KvLayout: typing_extensions.TypeAlias = KvLayout
+Global___BlockShape: typing_extensions.TypeAlias = BlockShape
 
 @typing.final
 class Accepted(google.protobuf.message.Message):
@@ -233,7 +262,7 @@ class Accepted(google.protobuf.message.Message):
     """of the deployment key, over all other fields and the transfer: kv_transfer/pull/digest_rule.py"""
     @property
     def head_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HeadGroup]:
-        """in the order of their heads; empty: whole blocks, with the metadata and token above"""
+        """in the order of shapes and heads; empty: whole blocks, with the metadata and token above"""
 
     def __init__(
         self,
@@ -252,10 +281,11 @@ Global___Accepted: typing_extensions.TypeAlias = Accepted
 
 @typing.final
 class HeadGroup(google.protobuf.message.Message):
-    """KV heads of every block that one token allows to read, at one rank of the source (kv_transfer/heads/head_groups.py)."""
+    """KV heads of every block of one shape that one token allows to read, at one rank of the source (kv_transfer/heads/head_groups.py)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    SHAPE_FIELD_NUMBER: builtins.int
     FIRST_HEAD_FIELD_NUMBER: builtins.int
     NUM_HEADS_FIELD_NUMBER: builtins.int
     TP_RANK_FIELD_NUMBER: builtins.int
@@ -263,6 +293,8 @@ class HeadGroup(google.protobuf.message.Message):
     PART_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    shape: builtins.int
+    """of the blocks: an index of KvLayout.shapes"""
     first_head: builtins.int
     num_heads: builtins.int
     tp_rank: builtins.int
@@ -276,6 +308,7 @@ class HeadGroup(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        shape: builtins.int = ...,
         first_head: builtins.int = ...,
         num_heads: builtins.int = ...,
         tp_rank: builtins.int = ...,
@@ -284,7 +317,7 @@ class HeadGroup(google.protobuf.message.Message):
         metadata: builtins.bytes = ...,
         token: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_head", b"first_head", "metadata", b"metadata", "num_heads", b"num_heads", "part", b"part", "parts", b"parts", "token", b"token", "tp_rank", b"tp_rank"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_head", b"first_head", "metadata", b"metadata", "num_heads", b"num_heads", "part", b"part", "parts", b"parts", "shape", b"shape", "token", b"token", "tp_rank", b"tp_rank"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___HeadGroup: typing_extensions.TypeAlias = HeadGroup
@@ -325,7 +358,7 @@ class Published(google.protobuf.message.Message):
     first_index: builtins.int
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """one per block, over its bytes; with head groups one per group, all of a block together"""
+        """one per block, over its bytes; with head groups one per group of its shape, in their order"""
 
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

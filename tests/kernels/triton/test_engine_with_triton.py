@@ -113,7 +113,7 @@ def test_bfloat16_is_near_transformers_in_float32(
     """Two chunks, then a decode step. Logits have a standard deviation near 2.5; a mistake shows as an error of that size."""
     folder, tokens = tiny_checkpoints(family), prompt_of(34)
     decoder = load_decoder(folder, dtype="bfloat16", device=DEVICE)
-    kv_cache = torch.full_like(make_kv_cache(decoder.config.kv_layout(16, "test"), 4, DEVICE), torch.nan)
+    kv_cache = torch.full_like(make_kv_cache(decoder.config.kv_layout(16, "test").shapes[0], 4, DEVICE), torch.nan)
     backend, ops = TritonAttentionBackend(kv_cache, prefill), TritonLayerOps(torch.device(DEVICE))
     found = []
     with torch.inference_mode():

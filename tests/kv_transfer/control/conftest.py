@@ -179,7 +179,8 @@ class Rig:
 
     def settle(self, transfer: SourceTransfer, first_index: int, *blocks: int) -> None:
         assert transfer.digest is not None
-        transfer.settled(first_index, blocks, block_digests(self.source_pool, blocks, transfer.digest, first_index))
+        digests = block_digests(self.source_pool, blocks, transfer.digest, first_index)
+        transfer.settled(first_index, blocks, [(digest,) for digest in digests])
 
     def compute(self, transfer: SourceTransfer) -> None:
         transfer.computed(SourceResult(22, (5,)))

@@ -32,7 +32,7 @@ async def test_blocks_land_while_later_ones_are_computed(rig: Any, until: Any) -
     source = rig.expect()
     transfer = rig.receive()
     await until(lambda: transfer.state is ReceiverState.ATTACHED)
-    transfer.room(1, [10, 11, 12])
+    transfer.room(1, [10, 11, 12], [0, 0, 0])
     await until(lambda: source.is_wanted)
     assert rig.source_owner.heard == [("wanted", 1)]
     rig.settle(source, 1, 5)
@@ -55,8 +55,8 @@ async def test_blocks_land_while_later_ones_are_computed(rig: Any, until: Any) -
 @pytest.mark.parametrize("waits", [True, False], ids=["blocks wait to be sent", "blocks were sent"])
 async def test_the_end_goes_with_the_last_blocks_while_they_wait_to_be_sent(waits: bool) -> None:
     stream = attach_servicer._EventQueue()
-    stream.published(PublishedRange(0, (7,), (3,)))
-    stream.published(PublishedRange(1, (8, 9), (4, 5)))
+    stream.published(PublishedRange(0, ((7,),), (3,)))
+    stream.published(PublishedRange(1, ((8,), (9,)), (4, 5)))
     heard: list[Any] = [] if waits else [stream.messages.get_nowait() for _ in range(2)]
     stream.finished(SourceResult(22, (5, 6)), DIGEST)
     heard += [stream.messages.get_nowait() for _ in range(stream.messages.qsize())]
@@ -73,7 +73,7 @@ async def test_the_end_goes_with_the_last_blocks_while_they_wait_to_be_sent(wait
 
 async def test_the_stream_may_be_there_before_the_prefill_call_and_outlast_a_stall(rig: Any, until: Any) -> None:
     transfer = rig.receive()
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await asyncio.sleep(TICK_STALLED_S + 0.3)
     source = rig.expect()
     await until(lambda: source.is_wanted)
@@ -148,7 +148,7 @@ async def test_i8_a_released_transfer_is_never_served_again(
 ) -> None:
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
     rig.compute(source)
@@ -156,7 +156,7 @@ async def test_i8_a_released_transfer_is_never_served_again(
     await until(lambda: source.has_ended)
     replayed = rig.receive()
     rig.owner.heard.clear()
-    replayed.room(0, [11])
+    replayed.room(0, [11], [0])
     await until(lambda: replayed.state is ReceiverState.FAILED)
     assert "ended" in rig.owner.cause.message
     assert not rig.same(1, 11)
@@ -196,7 +196,7 @@ async def test_a_transfer_that_ends_at_the_source_ends_at_the_receiver(rig: Any,
 async def test_a_busy_stream_is_alive_however_much_there_is_to_say(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, list(range(NUM_BLOCKS)))
+    transfer.room(0, list(range(NUM_BLOCKS)), [0] * NUM_BLOCKS)
     await until(lambda: source.is_wanted)
     for number in range(NUM_BLOCKS):
         rig.settle(source, number, number)
@@ -254,7 +254,7 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
     rig.receiver_connector.forget = forgotten.append
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: source.is_wanted)
     started = time.monotonic()
     await rig.server.stop(None)
@@ -271,7 +271,7 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
 async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = rig.expect()
     transfer = rig.receive(grace_s=1.2)
-    transfer.room(0, [10, 11])
+    transfer.room(0, [10, 11], [0, 0])
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
     with caplog.at_level(logging.ERROR):
@@ -290,7 +290,7 @@ async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: 
 async def test_a_stream_that_an_older_one_replaces_attaches_again(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: source.is_wanted)
     late = kv_source_pb2.Open(
         transfer_id=TRANSFER_ID,

@@ -21,7 +21,7 @@ async def land(rig: Any, until: Any, **changes: Any) -> str:
     """One block from end to end; the digest's name."""
     source = rig.expect()
     transfer = rig.receive(**changes)
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
     rig.compute(source)
@@ -48,10 +48,10 @@ async def test_blocks_that_were_forged_with_their_digests_are_not_taken(
     """Whoever sits between the two rewrites the bytes and what is published of them."""
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: source.is_wanted)
     rig.source_pool.block(1)[:] = b"\xff" * len(rig.source_pool.block(1))
-    source.settled(0, [1], block_digests(rig.source_pool, [1], forged_with))
+    source.settled(0, [1], [tuple(block_digests(rig.source_pool, [1], forged_with))])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert type(rig.owner.cause) is TransferFailed
     assert "does not match its digest" in rig.owner.cause.message
@@ -61,10 +61,10 @@ async def test_blocks_that_were_forged_with_their_digests_are_not_taken(
 async def test_blocks_of_one_transfer_cannot_change_places(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
-    transfer.room(0, [10, 11])
+    transfer.room(0, [10, 11], [0, 0])
     await until(lambda: source.is_wanted)
     first, second = block_digests(rig.source_pool, [1, 2], source.digest)
-    source.settled(0, [2, 1], [second, first])
+    source.settled(0, [2, 1], [(second,), (first,)])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert "does not match its digest" in rig.owner.cause.message
 
@@ -105,7 +105,7 @@ async def test_other_deployment_keys_make_other_digests(rig: Any, until: Any) ->
     # its answer would not be taken either, see test_odd_sources.py
     other.answer_proof = rig.digests.answer_proof  # type: ignore[method-assign]
     transfer = rig.receive(digests=other)
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: source.is_wanted)
     rig.settle(source, 0, 1)
     await until(lambda: transfer.state is ReceiverState.FAILED)
@@ -135,7 +135,7 @@ async def test_a_receiver_that_has_everything_wants_nothing(rig: Any, until: Any
     source = rig.expect()
     transfer = rig.receive()
     await until(lambda: transfer.state is ReceiverState.ATTACHED)
-    transfer.room(NUM_BLOCKS, [])
+    transfer.room(NUM_BLOCKS, [], [])
     await until(lambda: source.is_wanted)
     rig.compute(source)
     await until(lambda: transfer.state is ReceiverState.LANDED)

@@ -122,7 +122,7 @@ async def deceive(rig: Any, until: Any, caplog: Any, lies: Iterable[tuple[str, W
         transfer = rig.receive(
             connector_set=ConnectorSet([connector]), connectors=("fake",), attach_timeout_s=0.1, grace_s=0.0
         )
-        transfer.room(0, [10, 11])
+        transfer.room(0, [10, 11], [0, 0])
         with LoopWatch() as watch:
             await until(lambda transfer=transfer: transfer.has_ended, 20.0)
         assert watch.longest_s < LOOP_S, (case.name, watch.longest_s, watch.callback)
@@ -154,7 +154,7 @@ async def test_blocks_beyond_those_that_are_wanted_fail_the_transfer(rig: Any, u
 
     await rig.play(source)
     transfer = rig.receive(connector_set=ConnectorSet([FakeConnector()]), connectors=("fake",))
-    transfer.room(0, [10, 11])
+    transfer.room(0, [10, 11], [0, 0])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert f"first_index {first_index} on, where those below 2 were wanted" in rig.owner.cause.message
 

@@ -47,7 +47,7 @@ async def test_a_stranger_at_the_sources_address_gives_no_blocks(rig: Any, until
 
     await rig.play(stranger, signs=False)
     transfer = rig.receive()
-    transfer.room(0, [10, 11])
+    transfer.room(0, [10, 11], [0, 0])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert "does not have the deployment key" in rig.owner.cause.message
     assert transfer.num_landed == 0
@@ -130,7 +130,7 @@ async def test_a_choice_that_was_made_before_the_fallback_does_not_end_the_trans
 
     await rig.play(source)
     transfer = ways.receive(rig)
-    transfer.room(0, [10, 11])
+    transfer.room(0, [10, 11], [0, 0])
     await until(lambda: len(opened) == 2)
     assert [read.indexes for read in ways.fast.reads] == [[0, 1]]
     ways.fast.reads[0].end(ReadOutcome.FAILED, TransferFailed("it stalls"))
@@ -157,7 +157,7 @@ async def test_i6_a_source_that_hangs_up_after_a_fallback_has_the_grace_and_no_m
 
     await rig.play(source)
     transfer = ways.receive(rig)
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: ways.fast.reads)
     ways.fast.reads[0].end(ReadOutcome.FAILED, TransferFailed("it stalls"))
     await until(lambda: transfer.state is ReceiverState.FAILED, 3.0)
@@ -206,7 +206,7 @@ async def test_i6_a_stream_that_the_source_does_not_end_ends_soon_after_the_rele
 
     await rig.play(source)
     transfer = rig.receive()
-    transfer.room(0, [])
+    transfer.room(0, [], [])
     await until(lambda: transfer.state is ReceiverState.LANDED)
     await until(lambda: rig.tasks[0].done(), TICK_STALLED_S + 2.0)
 
@@ -257,7 +257,7 @@ async def test_i6_a_connector_that_breaks_its_promise_fails_the_transfer(rig: An
 
     await rig.play(source)
     transfer = rig.receive(connector_set=ConnectorSet([Raising()]), connectors=("fake",))
-    transfer.room(0, [10])
+    transfer.room(0, [10], [0])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert type(rig.owner.cause) is InternalError
 
@@ -277,7 +277,7 @@ async def test_a_source_that_finishes_with_other_than_a_token_a_sequence_is_refu
 
     await rig.play(wordy)
     transfer = rig.receive()
-    transfer.room(0, [10, 11])
+    transfer.room(0, [10, 11], [0, 0])
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert "one token of each is needed, for at most 256" in rig.owner.cause.message
 
@@ -299,7 +299,7 @@ async def test_blocks_that_nobody_wants_cost_nothing(rig: Any, until: Any) -> No
     await rig.play(wordy)
     transfer = rig.receive(connector_set=ConnectorSet([connector]))
     with LoopWatch() as watch:
-        transfer.room(3, [10])
+        transfer.room(3, [10], [0])
         await until(lambda: connector.reads)
     [read] = connector.reads
     assert read.indexes == [3]

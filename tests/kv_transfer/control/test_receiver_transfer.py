@@ -27,7 +27,7 @@ class Bench:
         self.transfer.attached(self.stream, "fake", WHERE, XXH3)
 
     def room(self) -> None:
-        self.transfer.room(2, [40, 41, 42, 43])
+        self.transfer.room(2, [40, 41, 42, 43], [0] * 4)
 
     def receiving(self) -> None:
         self.attach()
@@ -114,7 +114,7 @@ async def test_digests_without_their_locations_fail_it() -> None:
 async def test_nothing_to_fetch_lands_with_finished() -> None:
     bench = Bench()
     bench.attach()
-    bench.transfer.room(6, [])
+    bench.transfer.room(6, [], [])
     assert bench.transfer.state is ReceiverState.ATTACHED
     bench.finish()
     assert bench.transfer.state is ReceiverState.LANDED
@@ -279,7 +279,7 @@ class TwoWays:
         self.connectors = ConnectorSet([self.fast, self.slow])
         self.transfer = ReceiverTransfer("r", source_ref(), self.connectors, self.owner)
         self.transfer.attached(self.stream, "fast", WHERE, XXH3)
-        self.transfer.room(2, [40, 41, 42, 43])
+        self.transfer.room(2, [40, 41, 42, 43], [0] * 4)
 
     def publish(self, first: int, count: int) -> None:
         self.transfer.published(first, list(range(count)), list(range(count)))

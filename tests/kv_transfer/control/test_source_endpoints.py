@@ -17,7 +17,7 @@ async def test_a_source_that_has_delivered_and_names_another_endpoint_is_not_rea
     connector, stream = FakeConnector(), ReceiverEnd()
     transfer = ReceiverTransfer("r", source_ref(), ConnectorSet([connector]), ReceiverOwner())
     transfer.attached(stream, "fake", [GroupSource(b"where", b"k" * 16)], XXH3)
-    transfer.room(0, [40, 41])
+    transfer.room(0, [40, 41], [0, 0])
     transfer.published(0, [100], [7])
     connector.reads[0].land(0, 1)
     await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -36,13 +37,18 @@ class Bench:
     def complete(self) -> None:
         self.transfer.attach(self.stream, 0)
         self.transfer.want(0, 6)
-        self.transfer.settled(0, range(10, 16), range(100, 106))
+        self.transfer.settled(0, range(10, 16), each(range(100, 106)))
         self.transfer.computed(RESULT)
 
     async def end(self) -> None:
         """Cancel the transfer, as a test must that has not ended it."""
         self.transfer.cancel()
         await asyncio.sleep(0)
+
+
+def each(digests: Sequence[int]) -> list[tuple[int, ...]]:
+    """One per block."""
+    return [(digest,) for digest in digests]
 
 
 async def over(bench: Bench) -> SourceState:
@@ -56,12 +62,12 @@ async def test_what_is_settled_is_granted_and_published_and_then_finished() -> N
     bench.transfer.attach(bench.stream, 0)
     bench.transfer.want(2, 4)
     assert bench.owner.heard == [("wanted", 2)]
-    bench.transfer.settled(2, [30, 31, 32], [7, 8, 9])
+    bench.transfer.settled(2, [30, 31, 32], each([7, 8, 9]))
     bench.transfer.computed(RESULT)
     assert bench.transfer.state is SourceState.OPEN
-    bench.transfer.settled(5, [33], [10])
+    bench.transfer.settled(5, [33], each([10]))
     assert bench.grant.published == {2: 30, 3: 31, 4: 32, 5: 33}
-    assert bench.stream.heard == [("published", 2, (7, 8, 9)), ("published", 5, (10,)), FINISHED]
+    assert bench.stream.heard == [("published", 2, ((7,), (8,), (9,))), ("published", 5, ((10,),)), FINISHED]
     assert bench.transfer.state is SourceState.COMPLETE
     bench.transfer.release()
     assert await over(bench) is SourceState.RELEASED
@@ -75,8 +81,8 @@ async def test_computed_before_wanted_is_told_when_it_is_wanted() -> None:
     bench.transfer.attach(bench.stream, 0)
     assert bench.stream.heard == []
     bench.transfer.want(0, 1)
-    bench.transfer.settled(0, [1], [2])
-    assert bench.stream.heard == [("published", 0, (2,)), FINISHED]
+    bench.transfer.settled(0, [1], each([2]))
+    assert bench.stream.heard == [("published", 0, ((2,),)), FINISHED]
     await bench.end()
 
 
@@ -131,9 +137,9 @@ async def test_a_reattach_within_the_grace_goes_on_from_what_has_landed(have: in
     bench = Bench()
     bench.transfer.attach(bench.stream, 0)
     bench.transfer.want(2, 4)
-    bench.transfer.settled(2, [30, 31], [7, 8])
+    bench.transfer.settled(2, [30, 31], each([7, 8]))
     bench.transfer.detach(bench.stream, "it broke")
-    bench.transfer.settled(4, [32, 33], [9, 10])
+    bench.transfer.settled(4, [32, 33], each([9, 10]))
     bench.transfer.computed(RESULT)
     again = SourceEnd()
     bench.transfer.attach(again, have)
@@ -155,8 +161,8 @@ async def test_a_newer_stream_replaces_an_older_whose_end_changes_nothing() -> N
     await asyncio.sleep(LIMITS.grace_s + 0.05)
     assert not bench.transfer.has_ended
     bench.transfer.want(0, 1)
-    bench.transfer.settled(0, [1], [2])
-    assert newer.heard == [("published", 0, (2,))]
+    bench.transfer.settled(0, [1], each([2]))
+    assert newer.heard == [("published", 0, ((2,),))]
     await bench.end()
 
 
@@ -188,7 +194,7 @@ async def test_every_end_at_every_stage_fences_once_and_then_gives_back_once(sta
     if stage in ("wanted", "published"):
         transfer.want(0, 6)
     if stage == "published":
-        transfer.settled(0, [1, 2], [3, 4])
+        transfer.settled(0, [1, 2], each([3, 4]))
     if stage == "detached":
         transfer.detach(bench.stream, "it broke")
     end, state = ENDS[how]
@@ -201,7 +207,7 @@ async def test_every_end_at_every_stage_fences_once_and_then_gives_back_once(sta
     for again, _ in ENDS.values():
         again(transfer)
     transfer.want(0, 1)
-    transfer.settled(0, [1], [3])
+    transfer.settled(0, [1], each([3]))
     transfer.computed(RESULT)
     transfer.detach(bench.stream, "late")
     transfer.landed(3)

@@ -13,6 +13,7 @@ from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import MAX_WORKERS, ConnectorSet, PeerEndpoints
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.heads.head_groups import WHOLE
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
@@ -184,14 +185,14 @@ def test_another_life_of_a_worker_ends_the_one_before() -> None:
     assert lives.reached("p", 1, "nixl", b"one") == {}
     assert lives.reached("p", 1, "tcp", b"uno") == {}
     assert lives.begun("p", 1) == lives.begun("q", 9) == lives.lost("p", 2) == {}
-    assert lives.begun("p", 2) == {("nixl", 0): b"one", ("tcp", 0): b"uno"}
+    assert lives.begun("p", 2) == {("nixl", (0, 0)): b"one", ("tcp", (0, 0)): b"uno"}
     assert lives.begun("p", 2) == {}
     lives.reached("p", 2, "nixl", b"two")
-    assert lives.reached("p", 3, "nixl", b"three") == {("nixl", 0): b"two"}
-    assert lives.lost("p", 3) == {("nixl", 0): b"three"}
+    assert lives.reached("p", 3, "nixl", b"three") == {("nixl", (0, 0)): b"two"}
+    assert lives.lost("p", 3) == {("nixl", (0, 0)): b"three"}
     for number in range(MAX_WORKERS):
         lives.reached(f"w{number}", 1, "nixl", b"")
-    assert lives.begun("w0", 2) == {("nixl", 0): b""}
+    assert lives.begun("w0", 2) == {("nixl", (0, 0)): b""}
     lives.reached("last", 1, "nixl", b"")
     lives.reached("more", 1, "nixl", b"")
     assert lives.begun("w1", 2) == {}, "the one that was read from longest ago is forgotten"
@@ -205,21 +206,21 @@ def test_an_epoch_has_one_endpoint_per_connector() -> None:
         with pytest.raises(TransferFailed, match="source p has named another endpoint of its connector nixl before"):
             lives.reached("p", 1, "nixl", b"two")
     assert lives.reached("p", 1, "nixl", b"one") == {}
-    assert lives.reached("p", 2, "nixl", b"two") == {("nixl", 0): b"one"}
+    assert lives.reached("p", 2, "nixl", b"two") == {("nixl", (0, 0)): b"one"}
 
 
 def test_an_endpoint_from_which_nothing_landed_is_replaced_and_freed() -> None:
     lives = PeerEndpoints()
     lives.reached("p", 1, "nixl", b"wrong")
-    lives.reached("p", 1, "nixl", b"of rank 1", rank=1)
+    lives.reached("p", 1, "nixl", b"of rank 1", (1, 0))
     lives.landed("p", 1, "tcp")
     lives.landed("p", 2, "nixl")
     lives.landed("q", 1, "nixl")
-    assert lives.reached("p", 1, "nixl", b"right") == {("nixl", 0): b"wrong"}
+    assert lives.reached("p", 1, "nixl", b"right") == {("nixl", (0, 0)): b"wrong"}
     lives.landed("p", 1, "nixl")
     with pytest.raises(TransferFailed, match="another endpoint"):
         lives.reached("p", 1, "nixl", b"wrong")
-    assert lives.lost("p", 1) == {("nixl", 0): b"right", ("nixl", 1): b"of rank 1"}
+    assert lives.lost("p", 1) == {("nixl", (0, 0)): b"right", ("nixl", (1, 0)): b"of rank 1"}
 
 
 class Keeper:
@@ -238,13 +239,13 @@ class Keeper:
 def test_connectors_forget_lives_that_are_over() -> None:
     keeper = Keeper()
     connectors = ConnectorSet([keeper])  # type: ignore[list-item]
-    connectors.reached("p", 1, "keeper", b"one")
-    connectors.reached("p", 1, "gone connector", b"?")
+    connectors.reached("p", 1, "keeper", b"one", WHOLE)
+    connectors.reached("p", 1, "gone connector", b"?", WHOLE)
     connectors.meet("p", 1)
     assert keeper.forgotten == []
     connectors.meet("p", 2)
     assert keeper.forgotten == [b"one"]
-    connectors.reached("p", 2, "keeper", b"two")
+    connectors.reached("p", 2, "keeper", b"two", WHOLE)
     connectors.lost("p", 1)
     assert keeper.forgotten == [b"one"]
     connectors.lost("p", 2)

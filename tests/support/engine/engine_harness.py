@@ -299,7 +299,7 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
         specs = specs_of(sliding_window)
         step_tokens = fields.get("long_prefill_token_threshold") or fields["max_num_batched_tokens"]
-        longest = max_sequence_tokens(specs, fields["num_blocks"], fields["block_size"], step_tokens)
+        longest = max_sequence_tokens(specs, (fields["num_blocks"],), fields["block_size"], step_tokens)
         fields.setdefault("max_model_len", min(256, longest))
         config = EngineConfig(**fields, kv_cache_specs=specs)
         cache = make_hash_cache(config.num_blocks, config.block_size)
@@ -361,7 +361,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
             for adapter in adapters:
                 lora.store.add(adapter)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint", cache_dtype=cache_dtype)
-        kv_cache = make_kv_cache(layout, config.num_blocks, device)
+        kv_cache = make_kv_cache(layout.shapes[0], config.num_blocks, device)
         vocab_size = decoder.config.vocab_size
         harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, lora, draft_model=draft_model)
         harnesses.append(harness)

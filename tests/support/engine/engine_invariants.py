@@ -129,13 +129,13 @@ class StepInvariants:
         waiting = [(scheduler.waiting._refused, queue, budget) for queue in scheduler.waiting._queues]
         for refused, queue, of_step in [*waiting, (scheduler.receives._refused, scheduler.receives._unreserved, None)]:
             for request in queue.first(999):
-                if not refused.still_lacks_room(request, 0, of_step):
+                if not refused.still_lacks_room(request, None, of_step):
                     continue
                 computed = scheduler.kv.get_computed_blocks(request, request.num_tokens)
                 num_cached = len(computed) * config.block_size
                 num_tokens = request.num_tokens - num_cached
                 room = num_cached + (num_tokens if of_step is None else config.chunk(num_tokens, of_step))
-                assert scheduler.kv.num_blocks_missing(request, room, computed) > scheduler.pool.num_available
+                assert not scheduler.pool.has(scheduler.kv.num_blocks_missing(request, room, computed))
 
     def _check_budget(self) -> None:
         """Check the tokens of those that ran before; a new one may have found tokens in the cache."""

@@ -32,7 +32,7 @@ def load_rank(folder: Path, config: EngineConfig, rank: ThreadRank) -> tuple[Dec
     shard = RankShard(rank.rank, rank.size, rank)
     decoder = load_decoder(folder, dtype="float32", shard=shard)
     layout = decoder.config.kv_layout(config.block_size, "fingerprint", shard)
-    return decoder, make_kv_cache(layout, config.num_blocks)
+    return decoder, make_kv_cache(layout.shapes[0], config.num_blocks)
 
 
 class RankThreads:

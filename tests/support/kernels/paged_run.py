@@ -30,7 +30,9 @@ class PagedRun:
     ) -> None:
         self.decoder = decoder
         self.block_size = block_size
-        self.kv_cache = make_kv_cache(decoder.config.kv_layout(block_size, "test", shard, cache_dtype), num_blocks)
+        self.kv_cache = make_kv_cache(
+            decoder.config.kv_layout(block_size, "test", shard, cache_dtype).shapes[0], num_blocks
+        )
         if cache_dtype is None:
             huge = torch.finfo(self.kv_cache.dtype).max
             poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=self.kv_cache.dtype)

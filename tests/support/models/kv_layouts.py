@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pdserve.common.kv_layout import KvLayout
+from typing import Any
+
+import msgspec
+
+from pdserve.common.kv_layout import BlockShape, KvLayout
 
 
 def make_layout(
@@ -13,13 +17,25 @@ def make_layout(
     block_size: int = 4,
     model_fingerprint: str = "f" * 32,
 ) -> KvLayout:
-    """Layout of a rank that holds all heads."""
-    return KvLayout(
+    """Layout of a rank that holds all heads, with one KV cache group."""
+    shape = BlockShape(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         total_num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
         dtype="float32",
-        model_fingerprint=model_fingerprint,
     )
+    return KvLayout(model_fingerprint=model_fingerprint, block_size=block_size, shapes=(shape,))
+
+
+def with_shape(layout: KvLayout, **fields: Any) -> KvLayout:
+    """The layout with other values in its only shape."""
+    [shape] = layout.shapes
+    changed = msgspec.structs.replace(shape, **fields)
+    return msgspec.structs.replace(layout, shapes=(changed,), block_size=changed.block_size)
+
+
+def with_windows(layout: KvLayout, *windows: int) -> KvLayout:
+    """The layout with groups of its only shape that have these windows."""
+    return msgspec.structs.replace(layout, group_shapes=(0,) * len(windows), group_windows=windows)

@@ -7,7 +7,7 @@ between them, in the asyncio thread. It keeps holds from the moment the engine s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -86,16 +86,16 @@ class KvTransferManager:
         self,
         engine: EngineSide,
         connectors: ConnectorSet,
-        pool: PoolMemory,
+        pools: Sequence[PoolMemory],
         peers: PeerChannels,
         receiving: ReceiverInfo,
     ) -> None:
-        """pool: the engine's, which `connectors` serve. peers: channels to sources. receiving: what sources
+        """pools: the engine's, by shape of blocks, which `connectors` serve. peers: channels to sources. receiving: what sources
         need to know of this worker.
         """
         self.engine = engine
         self._connectors = connectors
-        self._pool = pool
+        self._pools = pools
         self._peers = peers
         self._receiving = receiving
         self._loop = asyncio.get_running_loop()
@@ -260,14 +260,14 @@ class KvTransferManager:
             # nothing is published before Want, which arrives over a stream
             source.transfer.fail(InternalError("blocks are settled before a stream has agreed on their digest"))
             return
-        num_bytes = len(message.hold) * self._pool.block_bytes
-        if self._pool.device_id is None and num_bytes <= DIGEST_HERE_BYTES and not source.transfer.groups:
+        num_bytes = len(message.hold) * self._pools[0].block_bytes
+        if self._pools[0].device_id is None and num_bytes <= DIGEST_HERE_BYTES and not source.transfer.groups:
             source.transfer.settled(
-                message.first_index, message.hold.block_ids, self._digest(message, digest, source.transfer)
+                message.first_index, message.hold.rows, self._digest(message, digest, source.transfer)
             )
             return
 
-        def publish(done: asyncio.Future[list[int]]) -> None:
+        def publish(done: asyncio.Future[list[tuple[int, ...]]]) -> None:
             if done.cancelled():
                 return
             # read also when the transfer has ended; asyncio logs an exception that nothing has read
@@ -277,21 +277,21 @@ class KvTransferManager:
             if error is not None:
                 source.transfer.fail(_not_digested(error))
             else:
-                source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
+                source.transfer.settled(message.first_index, message.hold.rows, done.result())
 
         work = self._loop.run_in_executor(self._block_work, self._digest, message, digest, source.transfer)
         work.add_done_callback(publish)
 
-    def _digest(self, message: Settled, digest: BlockDigest, transfer: SourceTransfer) -> list[int]:
+    def _digest(self, message: Settled, digest: BlockDigest, transfer: SourceTransfer) -> list[tuple[int, ...]]:
         """Digests of final blocks, once the step that wrote them is done; in the block thread where that takes long, or where other
         ranks take part."""
         if message.device_event is not None:
             message.device_event.synchronize()
-        block_ids, first_index = message.hold.block_ids, message.first_index
+        rows, shapes, first_index = message.hold.rows, message.hold.shapes, message.first_index
         if transfer.groups:
-            transfer.permit(first_index, block_ids)
-            return group_digests(self._connectors.of_rank, transfer.groups, block_ids, first_index, digest)
-        return block_digests(self._pool, block_ids, digest, first_index)
+            transfer.permit(first_index, rows, shapes)
+            return group_digests(self._connectors.of_part, transfer.groups, rows, shapes, first_index, digest)
+        return [(value,) for value in block_digests(self._pools[0], rows, digest, first_index)]
 
     # ---- receiver
 
@@ -329,7 +329,7 @@ class KvTransferManager:
             self._return(message.request_id, [message.hold])
             return
         receiver.hold = message.hold
-        receiver.transfer.room(message.first_index, message.hold.block_ids, message.device_event)
+        receiver.transfer.room(message.first_index, message.hold.rows, message.hold.shapes, message.device_event)
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
         self._apply(Landed(transfer.request_id, num_blocks))

@@ -7,6 +7,9 @@ A block is, at any time, exactly one of
     in use    at least one sequence or hold refers to it
 
 and free + cached + in use == total (I2). With a `HostTier`, the content of a cached block that is reused is kept there.
+
+Blocks of different shapes are handed out by themselves: a group's blocks have the group's shape. What is counted per shape is a
+`BlockCounts`.
 """
 
 from __future__ import annotations
@@ -27,13 +30,26 @@ def with_group_id(block_hash: bytes, group_id: int) -> bytes:
     return block_hash if group_id == 0 else block_hash + group_id.to_bytes(1)
 
 
+BlockCounts = tuple[int, ...]
+"""Numbers of blocks, by shape."""
+
+
+def added(*counts: BlockCounts) -> BlockCounts:
+    """Sums, by shape."""
+    return tuple(map(sum, zip(*counts, strict=True)))
+
+
 class KVCacheBlock:
-    """One block's bookkeeping; its bytes are row `block_id` of the pool's tensor."""
+    """One block's bookkeeping; its bytes are row `row` of the tensor of its shape."""
 
-    __slots__ = ("block_hash", "block_id", "life", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "life", "ref_cnt", "row", "shape")
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, shape: int = 0, row: int | None = None) -> None:
+        """row: default: the id, as with one shape."""
         self.block_id = block_id
+        """Different for all blocks of the pool."""
+        self.shape = shape
+        self.row = block_id if row is None else row
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         """With its group, see `with_group_id`."""
@@ -54,14 +70,17 @@ class PinnedBlocks:
     """A move-only list of blocks: its owner has one reference to each, and returns them exactly once.
 
     Made by the pool, passed to the transfer, returned to the pool through `HoldReturned`. Other threads read only
-    `block_ids`.
+    `block_ids`, `rows` and `shapes`.
     """
 
-    __slots__ = ("_blocks", "block_ids")
+    __slots__ = ("_blocks", "block_ids", "rows", "shapes")
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._blocks: list[KVCacheBlock] | None = list(blocks)
         self.block_ids: tuple[int, ...] = tuple(block.block_id for block in blocks)
+        self.rows: tuple[int, ...] = tuple(block.row for block in blocks)
+        """Of the tensors of their shapes."""
+        self.shapes: tuple[int, ...] = tuple(block.shape for block in blocks)
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -77,14 +96,19 @@ class PinnedBlocks:
 class BlockPool:
     """Hands out blocks and finds them again by hash."""
 
-    def __init__(self, num_blocks: int, *, enable_caching: bool = True, num_host_blocks: int = 0) -> None:
-        """enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier; 0: there is none."""
+    def __init__(self, *num_blocks: int, enable_caching: bool = True, num_host_blocks: int = 0) -> None:
+        """num_blocks: of each shape. enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier;
+        0: there is none."""
         self.tier = HostTier(num_host_blocks) if num_host_blocks else None
         """Keeps cached blocks that are reused."""
         self.enables_caching = enable_caching
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
-        # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
-        self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
+        places = [(shape, row) for shape, count in enumerate(num_blocks) for row in range(count)]
+        self.blocks = [KVCacheBlock(block_id, shape, row) for block_id, (shape, row) in enumerate(places)]
+        # per shape unused blocks, next to be taken first: free ones, then cached ones from the least recently used
+        self._unused: tuple[OrderedDict[int, KVCacheBlock], ...] = tuple(
+            OrderedDict((block.block_id, block) for block in self.blocks if block.shape == shape)
+            for shape in range(len(num_blocks))
+        )
         self._by_hash: dict[bytes, KVCacheBlock] = {}
         # hash -> True if it is known now; only hashes whose state differs from the last `take_changes`
         self._changes: dict[bytes, bool] = {}
@@ -100,25 +124,34 @@ class BlockPool:
         return len(self.blocks)
 
     @property
-    def num_available(self) -> int:
-        """Blocks that can be allocated: free and cached."""
+    def num_shapes(self) -> int:
         return len(self._unused)
 
     @property
+    def available(self) -> BlockCounts:
+        """Blocks that can be allocated: free and cached."""
+        return tuple(map(len, self._unused))
+
+    def has(self, *counts: BlockCounts) -> bool:
+        """True if as many blocks of each shape can be allocated, all counts together."""
+        return all(sum(of_shape) <= len(unused) for unused, *of_shape in zip(self._unused, *counts, strict=True))
+
+    @property
     def num_in_use(self) -> int:
-        return len(self.blocks) - len(self._unused)
+        return len(self.blocks) - sum(self.available)
 
     def find(self, block_hash: bytes) -> KVCacheBlock | None:
         """The block with this hash, in use or cached; None if there is none."""
         return self._by_hash.get(block_hash)
 
-    def allocate(self, count: int) -> list[KVCacheBlock]:
+    def allocate(self, count: int, shape: int = 0) -> list[KVCacheBlock]:
         """`count` blocks of unknown content, one reference each. Raises: PoolCorrupt if fewer are available."""
-        if count > len(self._unused):
-            raise PoolCorrupt(f"{count} blocks asked for, {len(self._unused)} available")
+        unused = self._unused[shape]
+        if count > len(unused):
+            raise PoolCorrupt(f"{count} blocks asked for, {len(unused)} available")
         taken = []
         for _ in range(count):
-            _, block = self._unused.popitem(last=False)
+            _, block = unused.popitem(last=False)
             self.num_cached -= block.block_hash is not None
             self._give_up(block)
             block.ref_cnt = 1
@@ -132,7 +165,7 @@ class BlockPool:
             if block is NULL_BLOCK:
                 continue
             if block.ref_cnt == 0:
-                del self._unused[block.block_id]
+                del self._unused[block.shape][block.block_id]
                 self.num_cached -= block.block_hash is not None
             block.ref_cnt += 1
 
@@ -149,11 +182,12 @@ class BlockPool:
                 raise PoolCorrupt(f"block {block.block_id} released more often than taken")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self._unused[block.block_id] = block
+                unused = self._unused[block.shape]
+                unused[block.block_id] = block
                 if block.block_hash is not None:
                     self.num_cached += 1
                 elif not keep:
-                    self._unused.move_to_end(block.block_id, last=False)
+                    unused.move_to_end(block.block_id, last=False)
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> PinnedBlocks:
         """A hold on blocks that are in use, with references of its own. Raises: PoolCorrupt for `NULL_BLOCK`."""
@@ -185,7 +219,7 @@ class BlockPool:
             del self._by_hash[block.block_hash]
             block.block_hash = None
             self.num_cached -= 1
-            self._unused.move_to_end(block.block_id, last=False)
+            self._unused[block.shape].move_to_end(block.block_id, last=False)
         self.num_forgotten += len(unused)
         for block_hash in forgotten:
             if block_hash not in self._by_hash:
@@ -199,7 +233,7 @@ class BlockPool:
         del self._by_hash[block_hash]
         block.block_hash = None
         self.num_forgotten += 1
-        unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.block_id)
+        unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.row)
         if unknown is not None and unknown not in self._by_hash:
             self._change(unknown, False)
 
@@ -224,7 +258,7 @@ class BlockPool:
         Raises: PoolCorrupt naming the first block that is wrong.
         """
         for block in self.blocks:
-            if (block.ref_cnt == 0) != (block.block_id in self._unused):
+            if (block.ref_cnt == 0) != (block.block_id in self._unused[block.shape]):
                 raise PoolCorrupt(f"{block} is in the wrong list")
             if block.block_hash is not None and self._by_hash.get(block.block_hash) is not block:
                 raise PoolCorrupt(f"{block} is not where its hash leads")

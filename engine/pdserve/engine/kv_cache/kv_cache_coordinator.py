@@ -1,15 +1,15 @@
 """`KVCacheCoordinator`: the block tables of all KV cache groups. A sequence's cached length is the minimum over its groups.
 
-The groups share one pool. A group's layers are equally many, or fewer by padding, so any block serves any group, and memory goes to
-the groups that need it: to those without a window where sequences are long, to all alike where they are short.
+Groups of one shape share blocks. Their layers are equally many, or fewer by padding, so any block serves any of them, and memory
+goes to the groups that need it: to those without a window where sequences are long, to all alike where they are short.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, with_group_id
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockCounts, BlockPool, KVCacheBlock, with_group_id
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
     RestingBlocks,
     SingleTypeKVCacheManager,
@@ -30,6 +30,7 @@ class KVCacheCoordinator:
     def __init__(self, pool: BlockPool, block_size: int, specs: Sequence[KVCacheSpec], step_tokens: int) -> None:
         """step_tokens: of one sequence per step, at most."""
         self.block_size = block_size
+        self._num_shapes = pool.num_shapes
         self.managers = tuple(
             make_manager(spec, pool, block_size, group_id, step_tokens, is_alone=len(specs) == 1)
             for group_id, spec in enumerate(specs)
@@ -126,14 +127,21 @@ class KVCacheCoordinator:
 
     def num_blocks_missing(
         self, request: Request, room: Room, computed: Sequence[Sequence[KVCacheBlock | None]]
-    ) -> int:
+    ) -> BlockCounts:
         """See `KVCacheManager.num_blocks_missing`. computed: per group; empty for none."""
         if not computed:
             computed = ((),) * len(self.managers)
-        return sum(
+        return self.by_shape(
             manager.num_blocks_missing(request, num_tokens, found)
             for manager, num_tokens, found in zip(self.managers, room, computed, strict=True)
         )
+
+    def by_shape(self, of_groups: Iterable[int]) -> BlockCounts:
+        """Sums of numbers of the groups, in their order."""
+        counts = [0] * self._num_shapes
+        for manager, count in zip(self.managers, of_groups, strict=True):
+            counts[manager.shape] += count
+        return tuple(counts)
 
     def touch_computed(self, request: Request, computed: Sequence[Sequence[KVCacheBlock | None]]) -> None:
         """Begin a sequence's tables with blocks from the cache, per group; empty for none. None: a new block, which is loaded."""
@@ -146,7 +154,7 @@ class KVCacheCoordinator:
             manager.fill(request, found)
 
     def allocate(self, request: Request, room: Room) -> list[list[int]]:
-        """Blocks for as many tokens; returns the ids of new ones, per group. Raises: PoolCorrupt if fewer are available."""
+        """Blocks for as many tokens; returns the rows of new ones, per group. Raises: PoolCorrupt if fewer are available."""
         return [manager.allocate(request, num_tokens) for manager, num_tokens in zip(self.managers, room, strict=True)]
 
     def free_skipped(self, request: Request, num_remembered: int) -> int:

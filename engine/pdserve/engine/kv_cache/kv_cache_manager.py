@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.transfer_order import TransferOrder
-from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockCounts, BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Room
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, first_sent
 from pdserve.engine.request import Request
@@ -59,7 +59,7 @@ class RestingTable:
 
 
 class KVCacheManager:
-    """Block tables over one `BlockPool`."""
+    """Block tables over a `BlockPool`."""
 
     def __init__(
         self,
@@ -75,6 +75,8 @@ class KVCacheManager:
         self.num_groups = len(specs)
         self.keeps_every_block = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
         """True if there is one group, of which a sequence keeps all blocks."""
+        self.per_place = self.coordinator.by_shape([1] * len(specs))
+        """Blocks of a place, one in each group."""
         self._group_windows = group_windows(specs)
         self._hasher = hasher
         self._num_remembered: dict[str, int] = {}
@@ -133,7 +135,9 @@ class KVCacheManager:
             for manager, blocks in zip(self.coordinator.managers, found, strict=True)
         )
 
-    def num_blocks_missing(self, request: Request, room: int | Room, computed: KVCacheBlocks = NO_BLOCKS) -> int:
+    def num_blocks_missing(
+        self, request: Request, room: int | Room, computed: KVCacheBlocks = NO_BLOCKS
+    ) -> BlockCounts:
         """Blocks that must come out of the pool so that so many tokens have room. room: an int for every group alike.
 
         Cached blocks without references count, too: touching them takes them out of what is available.
@@ -148,13 +152,14 @@ class KVCacheManager:
         request: Request,
         room: int | Room,
         computed: KVCacheBlocks = NO_BLOCKS,
-        keep_free: int = 0,
+        keep_free: BlockCounts | None = None,
         num_known: int | None = None,
     ) -> list[list[int]] | None:
-        """Room for a sequence's first tokens; returns the ids of the blocks added to its tables, per group, [] if there are none.
+        """Room for a sequence's first tokens; returns the rows of the blocks added to its tables, per group, [] if there are none.
 
         room: tokens; an int for every group alike. computed: cached blocks to begin with, only at admission. keep_free: blocks that
-        must remain available afterwards. num_known: places from the first of which `computed` has no block that is loaded; None:
+        must remain available afterwards; None: none.
+        num_known: places from the first of which `computed` has no block that is loaded; None:
         all.
         None means that there is no room, though idle sequences have lost their blocks, and this one those outside its window;
         nothing else has changed.
@@ -163,7 +168,8 @@ class KVCacheManager:
         has_table = coordinator.has_table(request)
         if has_table and not self.keeps_every_block:
             self.num_freed_behind_window += coordinator.free_skipped(request, self._num_remembered[request.request_id])
-        while coordinator.num_blocks_missing(request, tokens, computed.blocks) + keep_free > self.pool.num_available:
+        remain = keep_free or (0,) * self.pool.num_shapes
+        while not self.pool.has(coordinator.num_blocks_missing(request, tokens, computed.blocks), remain):
             if not self._take_from_idle(request):
                 return None
         self._idle.pop(request.request_id, None)
@@ -175,14 +181,20 @@ class KVCacheManager:
             coordinator.fill(request, computed.blocks)
         self._num_remembered[request.request_id] = len(computed) if num_known is None else num_known
         coordinator.allocate(request, tokens)
-        return self.block_ids(request)
+        return self.block_rows(request)
 
-    def growth(self, request: Request, num_tokens: int, num_given: int | None = None) -> int:
+    def places(self, count: int) -> BlockCounts:
+        """Blocks of as many places."""
+        return tuple(count * of_place for of_place in self.per_place)
+
+    def growth(self, request: Request, num_tokens: int, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence takes at most until it has so many tokens, in a group with a window at a time.
 
         num_given: tokens for which it will have room, of a sequence without block tables; None: those of its tables.
         """
-        return sum(manager.growth(request, num_tokens, num_given) for manager in self.coordinator.managers)
+        return self.coordinator.by_shape(
+            manager.growth(request, num_tokens, num_given) for manager in self.coordinator.managers
+        )
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """True if a running sequence's first `num_tokens` tokens have room in its tables already."""
@@ -252,7 +264,7 @@ class KVCacheManager:
         Full blocks are shared; a partial last one is copied before the next step computes (`take_copies`).
         False means that there are no blocks, and nothing has changed.
         """
-        while self.pool.num_available < self.num_groups:
+        while not self.pool.has(self.per_place):
             if not self._take_from_idle(request):
                 return False
         num_full, num_in_last = divmod(request.num_given_tokens, self.block_size)
@@ -272,12 +284,17 @@ class KVCacheManager:
         """True if `take_copies` would return some."""
         return bool(self._copies)
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """(from, to) block ids to copy before the next computation or allocation."""
+    def take_copies(self) -> list[list[tuple[int, int]]]:
+        """(from, to) rows to copy before the next computation or allocation, per shape; empty without any."""
         copies = [pair for of_fork in self._copies.values() for pair in of_fork]
         self._copies.clear()
         self.pool.release([source for source, _ in copies])
-        return [(source.block_id, target.block_id) for source, target in copies]
+        if not copies:
+            return []
+        by_shape: list[list[tuple[int, int]]] = [[] for _ in range(self.pool.num_shapes)]
+        for source, target in copies:
+            by_shape[source.shape].append((source.row, target.row))
+        return by_shape
 
     def count_lookup(self, request: Request, queried_tokens: int, hit_tokens: int) -> None:
         """Prefix cache statistics, once per admission; no effect where the cache is not looked into, as in vLLM."""
@@ -332,10 +349,10 @@ class KVCacheManager:
         tables = [manager.tables[request.request_id] for manager in self.coordinator.managers]
         return self.pool.hold([tables[group][place] for group, place in places])
 
-    def block_ids(self, request: Request) -> list[list[int]]:
-        """Per group, the block table of a sequence."""
+    def block_rows(self, request: Request) -> list[list[int]]:
+        """Per group, the rows of a sequence's block table."""
         tables = (manager.tables.get(request.request_id, ()) for manager in self.coordinator.managers)
-        return [[block.block_id for block in table] for table in tables]
+        return [[block.row for block in table] for table in tables]
 
     def has_blocks(self, request: Request) -> bool:
         """True if the sequence has block tables."""

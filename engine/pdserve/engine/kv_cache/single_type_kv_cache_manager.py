@@ -1,6 +1,7 @@
 """`SingleTypeKVCacheManager`: the block tables of sequences in one KV cache group, for one type of attention.
 
-All groups take their blocks from one pool, and a block has the keys and values of the layers of one group. A new type of attention
+All groups take their blocks from one pool, those of one shape from the same blocks, and a block has the keys and values of the
+layers of one group. A new type of attention
 is a subclass that says which blocks a sequence needs, and a line in `make_manager`.
 """
 
@@ -21,8 +22,10 @@ RestingBlocks = tuple[tuple[KVCacheBlock, ...], tuple[int, ...]]
 class SingleTypeKVCacheManager:
     """Block tables in one group. This class keeps every block of a sequence; `Request` ids are its keys."""
 
-    def __init__(self, pool: BlockPool, block_size: int, group_id: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, group_id: int, shape: int) -> None:
         self.pool = pool
+        self.shape = shape
+        """Of the group's blocks."""
         self.block_size = block_size
         self.group_id = group_id
         self.tables: dict[str, list[KVCacheBlock]] = {}
@@ -92,15 +95,15 @@ class SingleTypeKVCacheManager:
         """Allocate blocks in the places of None. Raises: PoolCorrupt if fewer are available."""
         places = [place for place, block in enumerate(computed) if block is None]
         table = self.tables[request.request_id]
-        for place, block in zip(places, self.pool.allocate(len(places)), strict=True):
+        for place, block in zip(places, self.pool.allocate(len(places), self.shape), strict=True):
             table[place] = block
 
     def allocate(self, request: Request, num_tokens: int) -> list[int]:
-        """Blocks for the first `num_tokens` tokens; returns the ids of new ones. Raises: PoolCorrupt if fewer are available."""
+        """Blocks for the first `num_tokens` tokens; returns the rows of new ones. Raises: PoolCorrupt if fewer are available."""
         table = self.tables[request.request_id]
-        new = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(table)))
+        new = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(table)), self.shape)
         table.extend(new)
-        return [block.block_id for block in new]
+        return [block.row for block in new]
 
     def free_skipped(self, request: Request, num_remembered: int) -> int:
         """Release blocks that nothing needs any more, if they are in the cache; returns their number.
@@ -129,7 +132,7 @@ class SingleTypeKVCacheManager:
         Returns the block of the other at the place of the new one, None if it has none there. The pool has a block.
         """
         table = self.tables[request.request_id]
-        [own] = self.pool.allocate(1)
+        [own] = self.pool.allocate(1, self.shape)
         self.pool.touch(table[:num_full])
         self.tables[other.request_id] = [*table[:num_full], own]
         self.num_null[other.request_id] = self.num_null[request.request_id]
@@ -162,6 +165,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         pool: BlockPool,
         block_size: int,
         group_id: int,
+        shape: int,
         window: SlidingWindow,
         step_tokens: int,
         *,
@@ -169,7 +173,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     ) -> None:
         """step_tokens: of one sequence per step, at most. is_alone: True for the only group, of which a receiver may ask for blocks
         that no token sees: older workers keep them. In one of several groups no receiver does."""
-        super().__init__(pool, block_size, group_id)
+        super().__init__(pool, block_size, group_id, shape)
         self.window = window
         self._num_reserved_blocks = num_window_blocks(window.num_tokens, block_size, step_tokens)
         self._is_alone = is_alone
@@ -227,8 +231,8 @@ def make_manager(
     """step_tokens, is_alone: see `SlidingWindowManager`."""
     if isinstance(spec, SlidingWindowSpec):
         window = SlidingWindow(spec.sliding_window, block_size)
-        return SlidingWindowManager(pool, block_size, group_id, window, step_tokens, is_alone=is_alone)
-    return FullAttentionManager(pool, block_size, group_id)
+        return SlidingWindowManager(pool, block_size, group_id, spec.shape, window, step_tokens, is_alone=is_alone)
+    return FullAttentionManager(pool, block_size, group_id, spec.shape)
 
 
 def first_sent(request: Request, otherwise: int) -> int:

@@ -39,6 +39,7 @@ from pdserve.engine.speculation.drafter import Drafter
 from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.rank_group import RankGroup
+from pdserve.models.kv_cache import pools_of
 from pdserve.models.model_inputs import ModelInputs
 
 
@@ -118,7 +119,7 @@ class ModelRunner:
         self._attention = attention
         self._ops = ops
         self._group = group
-        self._kv_caches = kv_caches
+        self._pools = pools_of(kv_caches)
         self._device = kv_caches[0].device
         self._dtype = model.dtype
         self._before_layer = before_layer
@@ -178,7 +179,7 @@ class ModelRunner:
         if self._step is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         started = self._runtime.event()
-        for kv_cache, copies in zip(self._kv_caches, scheduled.block_copies, strict=False):
+        for kv_cache, copies in zip(self._pools, scheduled.block_copies, strict=False):
             if copies:
                 self._ops.move_blocks(kv_cache, kv_cache, copies)
         self._update_batch(scheduled)

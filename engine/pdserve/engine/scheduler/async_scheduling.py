@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import gt
 
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import BlockCounts, added
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
@@ -32,7 +34,7 @@ class _Refused:
     num_inserted: int
     num_unreserved: int
     num_running: int
-    num_available: int
+    available: BlockCounts
 
 
 @dataclass(eq=False)
@@ -55,7 +57,7 @@ class AsyncScheduling:
 
     def _state(self) -> _Refused:
         return _Refused(
-            self._waiting.num_inserted, self._receives.num_unreserved, len(self._running), self._kv.pool.num_available
+            self._waiting.num_inserted, self._receives.num_unreserved, len(self._running), self._kv.pool.available
         )
 
     def next_step(self, under_way: SchedulerOutput) -> SchedulerOutput | None:
@@ -77,14 +79,14 @@ class AsyncScheduling:
         if not 0 < len(continuing) <= self._config.max_num_batched_tokens:
             return None
         rooms = [request.num_tokens + 1 for request in continuing]
-        missing = sum(map(self._kv.num_blocks_missing, continuing, rooms))
-        if missing > self._kv.pool.num_available:
+        missing = added(*map(self._kv.num_blocks_missing, continuing, rooms))
+        if not self._kv.pool.has(missing):
             return None
         step = SchedulerOutput(finished_req_ids=self._running.take_finished_ids())
         for request, room in zip(continuing, rooms, strict=True):
             step.num_scheduled_tokens[request.request_id] = 1
-            if missing and (added := self._kv.allocate_slots(request, room)):
-                step.scheduled_cached_reqs.new_block_ids[request.request_id] = added
+            if any(missing) and (rows := self._kv.allocate_slots(request, room)):
+                step.scheduled_cached_reqs.new_block_ids[request.request_id] = rows
         self._loads.fill(step)
         return step
 
@@ -100,7 +102,7 @@ class AsyncScheduling:
             then is None
             or (now.num_inserted, now.num_unreserved) != (then.num_inserted, then.num_unreserved)
             or now.num_running < then.num_running
-            or now.num_available > then.num_available
+            or any(map(gt, now.available, then.available))
             or self._running.encoder.has_refused
         )
 

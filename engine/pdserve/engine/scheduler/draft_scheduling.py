@@ -77,8 +77,12 @@ class DraftScheduling:
 
     def _num_in_free_blocks(self, request: Request) -> int:
         """Drafts for which there are blocks that no running sequence is about to need."""
-        num_free = self._kv.pool.num_available - len(self._running)
-        num_spare = max(0, num_free - self._kv.num_blocks_missing(request, request.num_tokens)) // self._kv.num_groups
+        counts = self._kv.pool.available, self._kv.num_blocks_missing(request, request.num_tokens), self._kv.per_place
+        num_running = len(self._running)
+        num_spare = min(
+            max(0, available - num_running - missing) // of_place
+            for available, missing, of_place in zip(*counts, strict=True)
+        )
         num_slots = max(
             self._kv.num_slots(request), self._config.blocks_for(request.num_tokens) * self._config.block_size
         )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker, with_group_id
+from pdserve.engine.kv_cache.block_pool import BlockCounts, PinnedBlocks, PinTracker, with_group_id
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, Wait
@@ -125,7 +125,12 @@ class HostLoads:
         return any(name in self._names for name in in_host.names)
 
     def allocate_slots(
-        self, request: Request, room: int | Room, computed: KVCacheBlocks, keep_free: int, in_host: InHost
+        self,
+        request: Request,
+        room: int | Room,
+        computed: KVCacheBlocks,
+        keep_free: BlockCounts | None,
+        in_host: InHost,
     ) -> list[list[int]] | None:
         """As `KVCacheManager.allocate_slots`; begins to load the blocks after `computed`, if there are any.
 
@@ -160,7 +165,7 @@ class HostLoads:
         if stores := self._tier.take_stores():
             output.kv_stores = [stores]
         for load in self._begun:
-            output.kv_loads[load.load_id] = [list(zip(load.slots, load.hold.block_ids, strict=True))]
+            output.kv_loads[load.load_id] = [list(zip(load.slots, load.hold.rows, strict=True))]
             self._tier.num_loaded += len(load.slots)
         self._begun.clear()
 

@@ -61,7 +61,9 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.pool = BlockPool(
-            config.num_blocks, enable_caching=config.enable_prefix_caching, num_host_blocks=config.num_host_blocks
+            *config.num_blocks_by_shape,
+            enable_caching=config.enable_prefix_caching,
+            num_host_blocks=config.num_host_blocks,
         )
         self.kv = KVCacheManager(self.pool, hasher, config.kv_cache_specs, config.largest_chunk)
         self.holds = PinTracker(self.pool)
@@ -269,7 +271,7 @@ class Scheduler:
         self._schedule_running(step, running_ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
         step.output.scheduled_new_reqs = [
-            self.running.new_request_data(request, self.kv.block_ids(request), self.drafts.limit(request))
+            self.running.new_request_data(request, self.kv.block_rows(request), self.drafts.limit(request))
             for request in step.new_requests
         ]
         if step.output.num_scheduled_tokens:
@@ -277,8 +279,7 @@ class Scheduler:
             step.output.scheduled_encoder_inputs, step.output.free_encoder_mm_hashes = (
                 self.running.encoder.take_changes()
             )
-            copies = self.kv.take_copies()
-            step.output.block_copies = [copies] if copies else []
+            step.output.block_copies = self.kv.take_copies()
         self.loads.fill(step.output)
         self.async_scheduling.scheduled(has_tried_all=has_tried_all)
         return step.output

@@ -24,7 +24,7 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         num_remote_kv_reqs=len(scheduler.receives) + scheduler.loads.num_local,
         num_idle_sessions=len(waiting.idle_sessions),
         num_blocks_total=pool.num_total,
-        num_blocks_free=pool.num_available - pool.num_cached,
+        num_blocks_free=sum(pool.available) - pool.num_cached,
         num_blocks_cached=pool.num_cached,
         num_blocks_in_use=pool.num_in_use,
         num_blocks_quarantined=scheduler.holds.num_quarantined,

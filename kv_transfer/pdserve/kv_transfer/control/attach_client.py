@@ -270,18 +270,18 @@ async def _write(call: grpc.aio.StreamStreamCall[Any, Any], requests: _Requests)
 
 def accepted_groups(answer: kv_source_pb2.Accepted, layout: KvLayout) -> tuple[GroupSource, ...]:
     """The places of a source's head groups, and their targets here. layout: of this worker. Raises: TransferFailed."""
-    named = answer.head_groups
-    if len(named) > layout.total_num_kv_heads:
-        raise TransferFailed(f"the source names {len(named)} groups of {layout.total_num_kv_heads} KV heads")
+    named, num_heads = answer.head_groups, sum(shape.total_num_kv_heads for shape in layout.shapes)
+    if len(named) > num_heads:
+        raise TransferFailed(f"the source names {len(named)} groups of {num_heads} KV heads")
     if not named:
-        whole = receiving_ranks(layout, [(0, layout.total_num_kv_heads)])
+        whole = receiving_ranks(layout, [(0, 0, layout.shapes[0].total_num_kv_heads)])
         return (GroupSource(answer.metadata, answer.token, receivers=whole[0]),)
-    receivers = receiving_ranks(layout, [(group.first_head, group.num_heads) for group in named])
+    receivers = receiving_ranks(layout, [(group.shape, group.first_head, group.num_heads) for group in named])
     for group in named:
-        if not group.part < group.parts <= layout.total_num_kv_heads:
+        if not group.part < group.parts <= num_heads:
             raise TransferFailed(f"the source sends a head group as part {group.part} of {group.parts} parts")
     return tuple(
-        GroupSource(group.metadata, group.token, RankPart(group.tp_rank, group.parts, group.part), ranks)
+        GroupSource(group.metadata, group.token, RankPart(group.tp_rank, group.parts, group.part, group.shape), ranks)
         for group, ranks in zip(named, receivers, strict=True)
     )
 

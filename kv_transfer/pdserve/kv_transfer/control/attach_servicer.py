@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
@@ -91,15 +92,13 @@ class _EventQueue:
         """The last message of blocks; while it is queued, the transfer's end may be added to it."""
 
     def published(self, blocks: PublishedRange) -> None:
-        num_blocks = len(blocks.block_ids)
-        num_groups = len(blocks.digests) // num_blocks if num_blocks else 1
-        at_once = max(1, MAX_DIGESTS_A_MESSAGE // num_groups)
-        for start in range(0, num_blocks, at_once):
+        at_once = max(1, MAX_DIGESTS_A_MESSAGE // max(map(len, blocks.digests), default=1))
+        for start in range(0, len(blocks.blocks), at_once):
             end = start + at_once
             message = kv_source_pb2.Published(
                 first_index=blocks.first_index + start,
-                digests=blocks.digests[start * num_groups : end * num_groups],
-                locations=blocks.block_ids[start:end],
+                digests=chain.from_iterable(blocks.digests[start:end]),
+                locations=blocks.blocks[start:end],
             )
             self._last_published = kv_source_pb2.AttachEvent(published=message)
             self.messages.put_nowait(self._last_published)
@@ -165,7 +164,7 @@ def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
     """The fields that an answer's proof covers."""
     parts = [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
     for group in accepted.head_groups:
-        numbers = (group.first_head, group.num_heads, group.tp_rank, group.parts, group.part)
+        numbers = (group.shape, group.first_head, group.num_heads, group.tp_rank, group.parts, group.part)
         parts += [b"".join(number.to_bytes(4, "big") for number in numbers), group.metadata, group.token]
     return parts
 
@@ -233,11 +232,11 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         return transfer, connector
 
     def _groups(self, request: kv_source_pb2.Open) -> tuple[HeadGroup, ...]:
-        """The transfer's head groups; empty for whole blocks of one rank on both sides. Raises: LayoutMismatch."""
+        """The transfer's head groups; empty for whole blocks of one shape and one rank on both sides. Raises: LayoutMismatch."""
         receiver = layout_from_wire(request.layout)
         if differences := self._layout.differences(receiver):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
-        if self._layout.tp_size == receiver.tp_size == 1:
+        if self._layout.tp_size == receiver.tp_size == len(self._layout.shapes) == 1:
             return ()
         return head_groups(self._layout, receiver)
 
@@ -264,9 +263,10 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             token=transfer.token,
         )
         for group, token in zip(transfer.groups, transfer.group_tokens, strict=True):
-            rank, parts, part = group.source
-            metadata = self._connectors.of_rank(rank).metadata(connector.name)
+            rank, parts, part, shape = group.source
+            metadata = self._connectors.of_part(group.source).metadata(connector.name)
             accepted.head_groups.add(
+                shape=shape,
                 first_head=group.first_head,
                 num_heads=group.num_heads,
                 tp_rank=rank,

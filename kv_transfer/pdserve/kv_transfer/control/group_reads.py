@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.common.device_event import DeviceEvent
@@ -37,6 +37,7 @@ class GroupReads:
         self._make_listener = make_listener
         self._first_index = 0
         self._local_blocks: tuple[int, ...] = ()
+        self._shapes: tuple[int, ...] = ()
         self._unused: DeviceEvent | None = None
         self._asked: list[bool] = []
         self._missing: list[int] = []
@@ -58,36 +59,67 @@ class GroupReads:
         """Blocks that were asked for, landed ones among them."""
         return sum(self._asked)
 
-    def reserve(self, first_index: int, local_blocks: Sequence[int], unused: DeviceEvent | None) -> None:
-        """Set the blocks to read into. unused: as in `BlockConnector.read`."""
+    def reserve(
+        self, first_index: int, local_blocks: Sequence[int], shapes: Sequence[int], unused: DeviceEvent | None
+    ) -> None:
+        """Set the blocks to read into. shapes: of each. unused: as in `BlockConnector.read`."""
         self._first_index, self._local_blocks, self._unused = first_index, tuple(local_blocks), unused
+        self._shapes = tuple(shapes)
         self._asked = [False] * len(local_blocks)
         self._missing = [1] * len(local_blocks)
 
     def begin(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
-        """Read the published blocks that are wanted and not requested yet. Raises: TransferFailed for wrong counts."""
-        num_groups = len(self.way.groups)
-        num_blocks, rest = divmod(len(digests), num_groups)
-        if rest or len(locations) not in (0, num_blocks):
+        """Read the published blocks that are wanted and not requested yet.
+
+        digests: per block one for each head group of its shape. locations: one per block, or none. Raises: TransferFailed for wrong
+        counts.
+        """
+        groups = self.way.groups
+        of_shape: dict[int, list[int]] = {}
+        for number, group in enumerate(groups):
+            of_shape.setdefault(group.source.shape, []).append(number)
+        firsts = self._first_digests(first_index, digests, of_shape)
+        if firsts is None or len(locations) not in (0, len(firsts)):
             raise TransferFailed(
-                f"{len(digests)} digests came with {len(locations)} locations, for {num_groups} head groups"
+                f"{len(digests)} digests came with {len(locations)} locations, for {len(groups)} head groups"
             )
         # a source may publish more blocks than wanted
         begin = max(0, self._first_index - first_index)
-        end = min(num_blocks, self._first_index + len(self._asked) - first_index)
+        end = min(len(firsts), self._first_index + len(self._asked) - first_index)
         offsets = [offset for offset in range(begin, end) if not self._asked[self._place(first_index, offset)]]
-        if not offsets:
-            return
-        places = [self._place(first_index, offset) for offset in offsets]
-        num_parts = sum(len(group.receivers) for group in self.way.groups)
-        for place in places:
-            self._asked[place], self._missing[place] = True, num_parts
-        for number, group in enumerate(self.way.groups):
-            own_digests = [digests[offset * num_groups + number] for offset in offsets]
-            there = group.source.numbers([locations[offset] if locations else 0 for offset in offsets])
-            digest = self.way.digest if num_groups == 1 else GroupDigest(self.way.digest, num_groups, number)
-            for part in group.receivers:
-                self._read(group, part, places, own_digests, there, digest)
+        for offset in offsets:
+            place = self._place(first_index, offset)
+            parts = sum(len(groups[number].receivers) for number in of_shape[self._shapes[place]])
+            self._asked[place], self._missing[place] = True, parts
+        for shape, numbers in of_shape.items():
+            own = [offset for offset in offsets if self._shapes[self._place(first_index, offset)] == shape]
+            if not own:
+                continue
+            places = [self._place(first_index, offset) for offset in own]
+            for position, number in enumerate(numbers):
+                group = groups[number]
+                own_digests = [digests[firsts[offset] + position] for offset in own]
+                there = group.source.numbers([locations[offset] if locations else 0 for offset in own])
+                digest = self.way.digest if len(groups) == 1 else GroupDigest(self.way.digest, len(groups), number)
+                for part in group.receivers:
+                    self._read(group, part, places, own_digests, there, digest)
+
+    def _first_digests(
+        self, first_index: int, digests: Sequence[int], of_shape: Mapping[int, Sequence[int]]
+    ) -> Sequence[int] | None:
+        """Of each published block, the place of its first digest; None if these are not whole blocks, or with several shapes not
+        blocks that are wanted."""
+        if len(of_shape) == 1:
+            [numbers] = of_shape.values()
+            return None if len(digests) % len(numbers) else range(0, len(digests), len(numbers))
+        firsts, first, place = [], 0, first_index - self._first_index
+        while first < len(digests):
+            if not 0 <= place < len(self._shapes) or self._shapes[place] not in of_shape:
+                return None
+            firsts.append(first)
+            first += len(of_shape[self._shapes[place]])
+            place += 1
+        return firsts if first == len(digests) else None
 
     def _place(self, first_index: int, offset: int) -> int:
         return first_index + offset - self._first_index
@@ -110,7 +142,7 @@ class GroupReads:
         self._num_reads += 1
         listener = self._make_listener(number, places)
         order = ReadOrder(group.metadata, group.token, blocks, digest, self._unused, part.parts, group.source.parts)
-        self._active[number] = self._connectors.of_rank(part.rank).read(self.way.connector, order, listener)
+        self._active[number] = self._connectors.of_part(part).read(self.way.connector, order, listener)
 
     def landed(self, places: Sequence[int]) -> bool:
         """Note that one read has delivered its part of these blocks; True if `num_landed` grew."""

@@ -177,17 +177,23 @@ class ReceiverTransfer:
 
     # ---- the engine side
 
-    def room(self, first_index: int, local_blocks: Sequence[int], unused: DeviceEvent | None = None) -> None:
+    def room(
+        self,
+        first_index: int,
+        local_blocks: Sequence[int],
+        shapes: Sequence[int],
+        unused: DeviceEvent | None = None,
+    ) -> None:
         """Receive blocks from `first_index` on into `local_blocks`, which the engine has reserved.
 
-        unused: as in `BlockConnector.read`.
+        local_blocks: numbers in the pools of their shapes. unused: as in `BlockConnector.read`.
         """
         if self.is_ending:
             self._events.fenced(self)
             return
         self._first_index = first_index
         self._local_blocks = tuple(local_blocks)
-        self._reads.reserve(first_index, local_blocks, unused)
+        self._reads.reserve(first_index, local_blocks, shapes, unused)
         self._want()
 
     def stop(self) -> None:
@@ -216,8 +222,8 @@ class ReceiverTransfer:
             return
         try:
             for group in groups:
-                peer, rank = self.source, group.source.rank
-                self._connectors.reached(peer.worker_id, peer.epoch, connector, group.metadata, rank)
+                peer = self.source
+                self._connectors.reached(peer.worker_id, peer.epoch, connector, group.metadata, group.source)
         except TransferFailed as error:
             self.fail(error)
             stream.close()

@@ -32,7 +32,9 @@ from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
 from pdserve.kv_transfer.connector_set import ConnectorSet, Grants
 from pdserve.kv_transfer.control.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
+from pdserve.kv_transfer.heads.group_digest import places_by_shape
 from pdserve.kv_transfer.heads.head_groups import HeadGroup
+from pdserve.kv_transfer.memory.pool_memory import number_runs
 from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
@@ -82,9 +84,10 @@ class PublishedRange:
     """Final blocks, in order."""
 
     first_index: int
-    digests: tuple[int, ...]
-    """One per block; with head groups, one per group of each block, block by block."""
-    block_ids: tuple[int, ...]
+    digests: tuple[tuple[int, ...], ...]
+    """Per block one; with head groups, one for each group of its shape."""
+    blocks: tuple[int, ...]
+    """Numbers in the pools of their shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class SourceTransfer:
         self.is_divided, self.groups = True, groups
         self.group_tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in groups)
         self._group_grants = [
-            self._connectors.of_rank(group.source.rank).grant(token, group.source.parts)
+            self._connectors.of_part(group.source).grant(token, group.source.parts)
             for group, token in zip(groups, self.group_tokens, strict=True)
         ]
 
@@ -200,7 +203,7 @@ class SourceTransfer:
             return
         start = self._wanted[0] + have
         for blocks in self._published:
-            if blocks.first_index + len(blocks.block_ids) > start:
+            if blocks.first_index + len(blocks.blocks) > start:
                 stream.published(blocks)
         self._notify_finished()
 
@@ -242,23 +245,26 @@ class SourceTransfer:
 
     # ---- the engine
 
-    def permit(self, first_index: int, block_ids: Sequence[int]) -> None:
+    def permit(self, first_index: int, blocks: Sequence[int], shapes: Sequence[int]) -> None:
         """Let the receiver read final blocks of all head groups. Safe from any thread.
 
+        blocks: numbers in the pools of their shapes.
         Call it before requesting the ranks' digests: a rank handles messages in order, so after its digests it admits the reads.
         """
+        places = places_by_shape(shapes)
         for group, grant in zip(self.groups, self._group_grants, strict=True):
-            grant.publish(first_index, group.source.numbers(block_ids))
+            for start, count in number_runs(places.get(group.source.shape, [])):
+                grant.publish(first_index + start, group.source.numbers(blocks[start : start + count]))
 
-    def settled(self, first_index: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
-        """Publish final blocks to the receiver, with head groups after `permit`. digests: as in `PublishedRange`."""
-        blocks = PublishedRange(first_index, tuple(digests), tuple(block_ids))
+    def settled(self, first_index: int, blocks: Sequence[int], digests: Sequence[tuple[int, ...]]) -> None:
+        """Publish final blocks to the receiver, with head groups after `permit`. Arguments: as in `PublishedRange`."""
+        published = PublishedRange(first_index, tuple(digests), tuple(blocks))
         if not self.groups:
-            self._grant.publish(first_index, block_ids)
-        self._published.append(blocks)
+            self._grant.publish(first_index, blocks)
+        self._published.append(published)
         self.recomputes = False
         if self._stream is not None:
-            self._stream.published(blocks)
+            self._stream.published(published)
         self._complete_if_done()
 
     def computed(self, result: SourceResult) -> None:
@@ -270,7 +276,7 @@ class SourceTransfer:
     def _complete_if_done(self) -> None:
         if self.state is not SourceState.OPEN or self._result is None or self._wanted is None:
             return
-        num_published = sum(len(blocks.block_ids) for blocks in self._published)
+        num_published = sum(len(blocks.blocks) for blocks in self._published)
         if num_published >= self._wanted[1]:
             self.state = move(SOURCE_MOVES, self.state, SourceState.COMPLETE)
             self._notify_finished()

@@ -1,4 +1,5 @@
-"""`RankTransfers`: the interface of the blocks of one rank, with its pool and its connectors, in this process or in another."""
+"""`RankTransfers`: the interface of the blocks of one shape on one rank, with their pool and its connectors, in this process or in
+another."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ class RankTransfers(Protocol):
     def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`, into this rank's pool."""
 
-    def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
-        """The digests of blocks of this rank's pool; `blocks[0]` has the index `first_index`. May block while it computes.
+    def digests(
+        self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest, parts: int
+    ) -> Future[list[int]]:
+        """The digests of blocks of this rank's pool, which have these indexes in their transfer. May block while it computes.
 
         The future raises as `PoolMemory.digests`, and WorkerLost when the rank has ended.
         """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.common.kv_layout import SCALE_BYTES, KvLayout
+from pdserve.common.kv_layout import SCALE_BYTES, BlockShape, KvLayout
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
@@ -109,7 +110,7 @@ class ModelConfig:
         scale = self.family.attention_scale or self.head_dim**-0.5
         return AttentionSpec(
             num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=self.layer_kv_heads(layer),
             head_dim=self.head_dim,
             scale=scale if self.latent is None else self.latent.scale(self.rope),
             value_dim=None if self.latent is None else self.latent.kv_lora_rank,
@@ -142,12 +143,23 @@ class ModelConfig:
     def head_order(self) -> HeadOrder:
         return HeadOrder(self.head_dim, self.head_dim - self.rope.unrotated_dim, self.family.rotates_neighbours)
 
-    @property
+    def layer_kv_heads(self, layer: int) -> int:
+        """KV heads of a layer, of all ranks."""
+        return self.family.layer_kv_heads[layer] if self.family.layer_kv_heads else self.num_kv_heads
+
+    @cached_property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each KV cache group."""
-        if not self.hybrid_kv_cache:
-            return (tuple(range(self.num_layers)),)
-        return kv_cache_group_layers(self.sliding_windows)
+        """Layers of each KV cache group: of equally many KV heads, and of one kind where windows are groups of their own."""
+        shapes: dict[int, list[int]] = {}
+        for layer in range(self.num_layers):
+            shapes.setdefault(self.layer_kv_heads(layer), []).append(layer)
+        groups: list[tuple[int, ...]] = []
+        for layers in shapes.values():
+            found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
+            if self.hybrid_kv_cache:
+                found = kv_cache_group_layers([self.sliding_windows[layer] for layer in layers])
+            groups += [tuple(layers[place] for place in group) for group in found]
+        return tuple(groups)
 
     def kv_cache_place(self, layer: int) -> tuple[int, int]:
         """(number of the layer's KV cache group, the layer's index in the group's blocks)."""
@@ -170,17 +182,24 @@ class ModelConfig:
     def kv_cache_groups(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
     ) -> tuple[KVCacheGroupSpec, ...]:
-        """cache_dtype: of keys and values; None: the model's."""
+        """Arguments: as of `kv_layout`. Raises: as it."""
         layout = self.kv_layout(block_size, model_fingerprint, shard, cache_dtype)
-        groups = zip(self.kv_cache_group_layers, self._kv_cache_specs(), strict=True)
-        return tuple(KVCacheGroupSpec(layers, spec, layout) for layers, spec in groups)
+        groups = zip(self.kv_cache_group_layers, self._kv_cache_specs(), layout.block_shapes, strict=True)
+        return tuple(KVCacheGroupSpec(layers, spec, shape) for layers, spec, shape in groups)
+
+    @property
+    def _group_shapes(self) -> list[int]:
+        """Per KV cache group, the index of the shape of its blocks: by the number of its layers' KV heads."""
+        heads = [self.layer_kv_heads(layers[0]) for layers in self.kv_cache_group_layers]
+        return [list(dict.fromkeys(heads)).index(each) for each in heads]
 
     def _kv_cache_specs(self) -> list[KVCacheSpec]:
         """Per KV cache group."""
         specs: list[KVCacheSpec] = []
-        for layers in self.kv_cache_group_layers:
+        for layers, shape in zip(self.kv_cache_group_layers, self._group_shapes, strict=True):
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
-            specs.append(SlidingWindowSpec(max(windows)) if len(windows) == len(layers) else FullAttentionSpec())
+            is_windowed = len(windows) == len(layers)
+            specs.append(SlidingWindowSpec(max(windows), shape) if is_windowed else FullAttentionSpec(shape))
         return specs
 
     def kv_layout(
@@ -198,17 +217,30 @@ class ModelConfig:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {self.head_dim}"
             )
+        of_shapes: dict[int, list[tuple[int, ...]]] = {}
+        for shape, layers in zip(self._group_shapes, self.kv_cache_group_layers, strict=True):
+            of_shapes.setdefault(shape, []).append(layers)
+        shapes = []
+        for groups in of_shapes.values():
+            num_kv_heads = self.layer_kv_heads(groups[0][0])
+            shapes.append(
+                BlockShape(
+                    num_layers=max(map(len, groups)),
+                    num_kv_heads=len(shard.heads(num_kv_heads)),
+                    total_num_kv_heads=num_kv_heads,
+                    head_dim=self.head_dim,
+                    block_size=block_size,
+                    dtype=cache_dtype or self.dtype,
+                    rows_per_token=2 if self.latent is None else 1,
+                )
+            )
         return KvLayout(
-            num_layers=max(map(len, self.kv_cache_group_layers)),
-            num_kv_heads=len(shard.heads(self.num_kv_heads)),
-            total_num_kv_heads=self.num_kv_heads,
+            model_fingerprint=model_fingerprint,
+            block_size=block_size,
             tp_rank=shard.rank,
             tp_size=shard.size,
-            head_dim=self.head_dim,
-            block_size=block_size,
-            dtype=cache_dtype or self.dtype,
-            model_fingerprint=model_fingerprint,
-            rows_per_token=2 if self.latent is None else 1,
+            shapes=tuple(shapes),
+            group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
         )
 
@@ -240,6 +272,8 @@ class FamilyLayers:
     """Layers without rotary positions."""
     latent: LatentShape | None = None
     """Sizes of a family with latent attention."""
+    layer_kv_heads: tuple[int, ...] = ()
+    """KV heads per layer; empty: all have `num_key_value_heads`."""
 
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""

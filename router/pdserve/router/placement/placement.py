@@ -320,10 +320,10 @@ def _moved_token_bytes(decode: Candidate) -> float:
     """Bytes that a transfer moves per token of the prompt that `decode` has not reported."""
     layout = decode.worker.identity.layout
     if layout.num_groups == 1:
-        return layout.total_block_bytes / layout.block_size
+        return layout.total_place_bytes / layout.block_size
     # blocks outside a window stay where they are
     num_blocks = layout.num_prompt_blocks(decode.num_tokens, decode.confirmed_blocks)
-    return num_blocks * layout.total_block_bytes / decode.unconfirmed_tokens
+    return num_blocks * layout.total_place_bytes / layout.num_groups / decode.unconfirmed_tokens
 
 
 def _break_even(ahead_s: float, token_s: float, num_tokens: int) -> int:

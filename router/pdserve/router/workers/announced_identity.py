@@ -24,12 +24,13 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_GROUPS = 64
 LEAST_REQUEST_BYTES = 1 << 20
 """Requests of this size every worker takes."""
-_LAYOUT_LIMITS = {
+_LAYOUT_LIMITS = {"tp_size": 1 << 12, "block_size": 1 << 14}
+_SHAPE_LIMITS = {
     "num_layers": 1 << 12,
     "total_num_kv_heads": 1 << 12,
-    "tp_size": 1 << 12,
     "head_dim": 1 << 14,
     "block_size": 1 << 14,
+    "rows_per_token": 2,
 }
 _FINGERPRINT = re.compile(r"[0-9A-Za-z]{1,64}")
 _CONNECTOR = re.compile(r"[0-9A-Za-z_.-]{1,64}")
@@ -70,14 +71,23 @@ def verify_identity(identity: WorkerIdentity) -> None:
 
 
 def _verify_layout(layout: KvLayout) -> None:
-    if layout.dtype not in DTYPE_BYTES:
-        raise _wrong("dtype", layout.dtype, f"this router knows {', '.join(DTYPE_BYTES)}")
     for name, limit in _LAYOUT_LIMITS.items():
         _within(name, getattr(layout, name), 1, limit)
-    _within("the number of group_windows", len(layout.group_windows), 0, MAX_GROUPS)
-    _within("num_kv_heads", layout.num_kv_heads, 1, layout.total_num_kv_heads)
     _within("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
-    _within("block_bytes", layout.block_bytes, 1, MAX_BLOCK_BYTES)
+    _within("the number of group_shapes", len(layout.group_shapes), 1, MAX_GROUPS)
+    _within(
+        "the number of group_windows", len(layout.group_windows), len(layout.group_shapes), len(layout.group_shapes)
+    )
+    _within("the number of shapes", len(layout.shapes), 1, len(layout.group_shapes))
+    for number in layout.group_shapes:
+        _within("group_shapes", number, 0, len(layout.shapes) - 1)
+    for shape in layout.shapes:
+        if shape.dtype not in DTYPE_BYTES:
+            raise _wrong("dtype", shape.dtype, f"this router knows {', '.join(DTYPE_BYTES)}")
+        for name, limit in _SHAPE_LIMITS.items():
+            _within(name, getattr(shape, name), 1, limit)
+        _within("num_kv_heads", shape.num_kv_heads, 1, shape.total_num_kv_heads)
+        _within("block_bytes", shape.block_bytes, 1, MAX_BLOCK_BYTES)
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:

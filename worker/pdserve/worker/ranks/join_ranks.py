@@ -17,8 +17,11 @@ def join_ranks(connectors: ConnectorSet, ranks: RankProcesses) -> None:
     """
     remote = [RemoteRank(peer, rank) for rank, peer in enumerate(ranks.transfer_sockets, 1)]
     try:
-        served = [ranks.attempt(rank.wait_until_served) for rank in remote]
-        connectors.join(remote, {name for name in connectors.names if all(name in names for names in served)})
+        served = [pool for rank in remote for pool in ranks.attempt(rank.wait_until_served)]
+        pools = {
+            (number, shape): pool for number, rank in enumerate(remote, 1) for shape, pool in enumerate(rank.pools())
+        }
+        connectors.join(pools, {name for name in connectors.names if all(name in names for names in served)})
     except BaseException:
         for rank in remote:
             rank.close()

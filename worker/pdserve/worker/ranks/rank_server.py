@@ -12,6 +12,8 @@ from pdserve.common.errors import TransferFailed
 from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.kv_transfer.connector import BlockRead, Grant, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.heads.head_groups import RankPart
+from pdserve.kv_transfer.heads.rank_transfers import RankTransfers
 from pdserve.worker.ranks.transfer_messages import (
     BeginRead,
     CancelRead,
@@ -35,10 +37,11 @@ from pdserve.worker.ranks.transfer_messages import (
 class RankServer:
     """Handles messages in the thread that calls `run`, and digests in another thread, so that no read waits for them."""
 
-    def __init__(self, rank_0: socket.socket, connectors: ConnectorSet) -> None:
-        """connectors: serve this rank's pool."""
+    def __init__(self, rank_0: socket.socket, connectors: ConnectorSet, num_shapes: int = 1) -> None:
+        """connectors: serve this rank's pool, joined with those of its other shapes of blocks."""
         self._rank_0 = rank_0
         self._connectors = connectors
+        self._num_shapes = num_shapes
         self._sending = threading.Lock()
         self._grants: dict[bytes, Grant] = {}
         self._reads: dict[int, BlockRead] = {}
@@ -49,14 +52,17 @@ class RankServer:
 
     def run(self) -> None:
         """Serve until rank 0 closes the socket; then end all reads and grants."""
-        names = self._connectors.names
-        self.tell(RankServes({name: self._connectors.metadata(name) for name in names}))
+        names, pools = self._connectors.names, map(self._pool, range(self._num_shapes))
+        self.tell(RankServes([{name: pool.metadata(name) for name in names} for pool in pools]))
         try:
             while (payload := self._receive()) is not None:
                 self._serve(payload)
         finally:
             self._digesting.shutdown(cancel_futures=True)
             self._connectors.close()
+
+    def _pool(self, shape: int) -> RankTransfers:
+        return self._connectors.of_part(RankPart(shape=shape))
 
     def tell(self, message: FromRank) -> None:
         """Send a message, from any thread; no effect if rank 0 has ended."""
@@ -70,8 +76,8 @@ class RankServer:
 
     def _serve(self, payload: bytearray) -> None:
         match decode_to_rank(payload):
-            case GrantReads(token, parts):
-                self._grants[token] = self._connectors.grant(token, parts)
+            case GrantReads(token, parts, shape):
+                self._grants[token] = self._pool(shape).grant(token, parts)
             case PublishBlocks(token, first_index, blocks):
                 if (grant := self._grants.get(token)) is not None:  # the transfer may have ended meanwhile
                     grant.publish(first_index, blocks)
@@ -86,8 +92,8 @@ class RankServer:
                 self._digesting.submit(self._digest, asked)
             case MeetPeer(worker_id, epoch):
                 self._connectors.meet(worker_id, epoch)
-            case ForgetPeer(connector, metadata):
-                self._connectors.forget(connector, metadata)
+            case ForgetPeer(connector, metadata, shape):
+                self._pool(shape).forget(connector, metadata)
 
     def _begin(self, begin: BeginRead) -> None:
         order = ReadOrder(
@@ -98,7 +104,7 @@ class RankServer:
             parts=begin.parts,
             source_parts=begin.source_parts,
         )
-        read = self._connectors.read(begin.connector, order, _ToRankZero(self, begin.read_id))
+        read = self._pool(begin.shape).read(begin.connector, order, _ToRankZero(self, begin.read_id))
         with self._lock:
             if begin.read_id in self._ended:
                 self._ended.remove(begin.read_id)
@@ -112,9 +118,8 @@ class RankServer:
         self.tell(ReadEnded(read_id, outcome, None if cause is None else cause.message))
 
     def _digest(self, asked: DigestBlocks) -> None:
-        found: Future[list[int]] = self._connectors.digests(
-            asked.blocks, asked.first_index, asked.digest.digest(), asked.parts
-        )
+        pool = self._pool(asked.shape)
+        found: Future[list[int]] = pool.digests(asked.blocks, asked.indexes, asked.digest.digest(), asked.parts)
         error = found.exception()
         digests = found.result() if error is None else []
         self.tell(DigestsFound(asked.call_id, digests, None if error is None else str(error)))

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class RemoteRank:
-    """Implements `RankTransfers`. A thread writes the socket, so that no caller waits for the rank, and another reads it.
+    """A rank's transfers. A thread writes the socket, so that no caller waits for the rank, and another reads it.
 
     At the end of the rank's process its reads end with FAILED, its grants are fenced, and its digests fail: nothing of it reads or
     writes any more.
@@ -56,7 +56,7 @@ class RemoteRank:
         """peer: this end of the rank's transfer socket."""
         self._peer = peer
         self._rank = rank
-        self._serves: Future[Mapping[str, bytes]] = Future()
+        self._serves: Future[Sequence[Mapping[str, bytes]]] = Future()
         self._unsent: queue.SimpleQueue[tuple[ToRank, DeviceEvent | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._has_ended = False
@@ -73,22 +73,17 @@ class RemoteRank:
         for thread in self._threads:
             thread.start()
 
-    def wait_until_served(self) -> Mapping[str, bytes]:
-        """Connector -> endpoint of the rank, when it serves. Raises: ConnectionError when it ended before."""
+    def wait_until_served(self) -> Sequence[Mapping[str, bytes]]:
+        """Per shape of blocks, connector -> endpoint of the rank's pool, when it serves. Raises: ConnectionError when it ended
+        before."""
         return self._serves.result()
 
-    # ---- RankTransfers
+    def pools(self) -> list[RemotePool]:
+        """Per shape of blocks. The rank serves."""
+        return [RemotePool(self, shape, metadata) for shape, metadata in enumerate(self._serves.result(0))]
 
-    def metadata(self, connector: str) -> bytes:
-        return self._serves.result(0)[connector]
-
-    def grant(self, token: bytes, parts: int = 1) -> Grant:
-        self.send(GrantReads(token, parts))
-        return _RemoteGrant(self, token)
-
-    def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
-        """As `RankTransfers.read`. `ReadOrder.unused` is that of rank 0, whose step ends after every other rank has written its
-        part."""
+    def read(self, order: ReadOrder, connector: str, shape: int, listener: ReadListener) -> BlockRead:
+        """As `RankTransfers.read`, of blocks of a shape."""
         values = [BlockValues.of(block) for block in order.blocks]
         of = DigestValues.of(order.digest)
         with self._lock:
@@ -100,26 +95,25 @@ class RemoteRank:
             listener.ended(ReadOutcome.FAILED, self._failure())
         else:
             begin = BeginRead(
-                read_id, connector, order.metadata, order.token, values, of, order.parts, order.source_parts
+                read_id, connector, order.metadata, order.token, values, of, order.parts, order.source_parts, shape
             )
             self.send(begin, after=order.unused)
         return _RemoteRead(self, read_id)
 
-    def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
+    def digests(
+        self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest, parts: int, shape: int
+    ) -> Future[list[int]]:
+        """As `RankTransfers.digests`, of blocks of a shape."""
         call_id, found = self._calls.open()
         if not found.done():
-            self.send(DigestBlocks(call_id, list(blocks), first_index, DigestValues.of(digest), parts))
+            self.send(DigestBlocks(call_id, list(blocks), list(indexes), DigestValues.of(digest), parts, shape))
         return found
 
-    def meet(self, worker_id: str, epoch: int) -> None:
-        self.send(MeetPeer(worker_id, epoch))
-
-    def forget(self, connector: str, metadata: bytes) -> None:
-        self.send(ForgetPeer(connector, metadata))
-
     def close(self) -> None:
-        """End the rank's reads and grants; its process ends with its step socket."""
+        """End the rank's reads and grants; its process ends with its step socket. May be called again."""
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
         self._unsent.put(None)
         with contextlib.suppress(OSError):
@@ -201,6 +195,43 @@ class RemoteRank:
 
     def _failure(self) -> TransferFailed:
         return TransferFailed(f"rank {self._rank} of this worker has ended")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePool:
+    """Implements `RankTransfers`: the blocks of one shape on a rank."""
+
+    _rank: RemoteRank
+    _shape: int
+    _metadata: Mapping[str, bytes]
+
+    def metadata(self, connector: str) -> bytes:
+        return self._metadata[connector]
+
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
+        self._rank.send(GrantReads(token, parts, self._shape))
+        return _RemoteGrant(self._rank, token)
+
+    def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
+        """As `RankTransfers.read`. `ReadOrder.unused` is that of rank 0, whose step ends after every other rank has written its
+        part."""
+        return self._rank.read(order, connector, self._shape, listener)
+
+    def digests(
+        self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest, parts: int
+    ) -> Future[list[int]]:
+        return self._rank.digests(blocks, indexes, digest, parts, self._shape)
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        if self._shape == 0:  # the rank's pools meet the peer together
+            self._rank.send(MeetPeer(worker_id, epoch))
+
+    def forget(self, connector: str, metadata: bytes) -> None:
+        self._rank.send(ForgetPeer(connector, metadata, self._shape))
+
+    def close(self) -> None:
+        """End the rank's reads and grants, of all its pools."""
+        self._rank.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 rank 0 -> rank   `GrantReads`, `PublishBlocks`, `CloseGrant`; `BeginRead`, `CancelRead`; `DigestBlocks`; `MeetPeer`, `ForgetPeer`
 rank -> rank 0   `RankServes`, first; then `GrantFenced`, `ReadLanded`, `ReadEnded`, `DigestsFound`
 
-They have a socket of their own, so that no message waits for a step. Block numbers refer to the pool with each block divided into
-`parts`. When the socket closes, the peer has ended.
+They have a socket of their own, so that no message waits for a step. Block numbers refer to the pool of a shape of blocks, with
+each block divided into `parts`. When the socket closes, the peer has ended.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class BlockValues(msgspec.Struct, frozen=True, array_like=True):
 class GrantReads(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token: bytes
     parts: int
+    shape: int
 
 
 class PublishBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,6 +82,7 @@ class BeginRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     digest: DigestValues
     parts: int
     source_parts: int
+    shape: int
 
 
 class CancelRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -92,9 +94,10 @@ class DigestBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     call_id: int
     blocks: list[int]
-    first_index: int
+    indexes: list[int]
     digest: DigestValues
     parts: int
+    shape: int
 
 
 class MeetPeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -105,13 +108,14 @@ class MeetPeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ForgetPeer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     connector: str
     metadata: bytes
+    shape: int
 
 
 class RankServes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The rank's connectors serve its pool."""
+    """The rank's connectors serve its pools."""
 
-    metadata: dict[str, bytes]
-    """Connector -> the rank's endpoint."""
+    metadata: list[dict[str, bytes]]
+    """Per shape of blocks: connector -> the pool's endpoint."""
 
 
 class GrantFenced(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -18,7 +18,8 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.engine.executor.rank_process import main
 from pdserve.engine.ranks.rank_messages import StartRank
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
-from pdserve.kv_transfer.make_connectors import make_connectors, serve_pool
+from pdserve.kv_transfer.make_connectors import serve_pools
+from pdserve.models.kv_cache import pools_of
 from pdserve.worker.ranks.rank_server import RankServer
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,12 @@ def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) 
     share_interpreter()
     settings = rank_settings(start)
     tls = settings.tls()
-    connectors = make_connectors(settings, tls=tls)
-    kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
-    serve_pool(connectors, kv_cache, settings.limits.kv_ring_mib << 20, settings.kernels)
+    pools = pools_of(model.kv_caches)
+    connectors, _ = serve_pools(settings, pools, tls)
     if tls is not None:
         renewal = TlsRenewal(settings, tls)
         threading.Thread(target=lambda: asyncio.run(renewal.run()), name="certificates", daemon=True).start()
-    server = RankServer(transfers, connectors)
+    server = RankServer(transfers, connectors, len(pools))
     threading.Thread(target=_run, args=(server,), name="rank-transfers", daemon=True).start()
 
 

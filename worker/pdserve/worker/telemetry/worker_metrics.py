@@ -33,7 +33,7 @@ class WorkerMetrics:
         def count(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(name, meaning, labels, registry=registry)
 
-        self._block_bytes = identity.layout.total_block_bytes
+        self._block_bytes = identity.layout.mean_block_bytes
         self._stages = {
             "prefill.queue": seconds("pdserve_prefill_queue_seconds", "Waiting for the engine, before a prefill."),
             "prefill.compute": seconds("pdserve_prefill_compute_seconds", "Computing a prompt and its first token."),
@@ -116,7 +116,7 @@ def _state(identity: WorkerIdentity, engine: EngineClient) -> Iterable[Metric]:
         ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
          transfers.num_pinned),
         ("pdserve_kv_host_bytes", "Host memory in use for blocks that left the pool.",
-         stats.num_host_blocks_used * identity.layout.block_bytes),
+         stats.num_host_blocks_used * identity.layout.shapes[0].block_bytes),
         ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
         ("pdserve_open_transfers", "Active KV transfers, as source or receiver.", transfers.num_open),
         ("pdserve_draining", "1 while the worker accepts no new requests.", int(engine.draining)),

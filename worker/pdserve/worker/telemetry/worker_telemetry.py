@@ -33,7 +33,7 @@ class WorkerTelemetry(ServiceTelemetry):
 
             try:
                 trace_call(
-                    self._telemetry.tracing, record, self._identity.worker_id, self._identity.layout.total_block_bytes
+                    self._telemetry.tracing, record, self._identity.worker_id, self._identity.layout.mean_block_bytes
                 )
             except Exception:
                 log.exception("the spans of %s could not be made", record.request.request_id)

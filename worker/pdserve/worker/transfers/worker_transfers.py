@@ -23,7 +23,6 @@ from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.scheduler_output import RequestFailure
-from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
@@ -31,8 +30,9 @@ from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseL
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
-from pdserve.kv_transfer.make_connectors import make_connectors, serve_pool
+from pdserve.kv_transfer.make_connectors import serve_pools
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
+from pdserve.models.kv_cache import pools_of
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import MAX_RECEIVED_BYTES, PeerChannels
@@ -79,9 +79,7 @@ class WorkerTransfers:
         self._deployment_key = deployment_key
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self.connectors: ConnectorSet = make_connectors(settings, tls=tls)
-        kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
-        self._pool = serve_pool(self.connectors, kv_cache, settings.limits.kv_ring_mib << 20, settings.kernels)
+        self.connectors, self._pools = serve_pools(settings, pools_of(model.kv_caches), tls)
         if model.ranks is not None:
             join_ranks(self.connectors, model.ranks)
         self._digests = DigestRule(
@@ -153,7 +151,7 @@ class WorkerTransfers:
             grace_s=settings.limits.lease_grace_s,
             digests=self._digests,
         )
-        self.manager = KvTransferManager(self._side, self.connectors, self._pool, self.peers, receiving)
+        self.manager = KvTransferManager(self._side, self.connectors, self._pools, self.peers, receiving)
         limits = LeaseLimits(
             settings.limits.attach_timeout_s, settings.limits.lease_grace_s, settings.limits.lease_max_s
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import msgspec
+
 from pdserve.common.errors import PeerError
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.kv_layout import BlockShape, KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.timeline import to_unix_ns
 from pdserve.v1 import kv_source_pb2, request_pb2
@@ -15,12 +17,17 @@ _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
 def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
-    return kv_source_pb2.KvLayout(**{name: getattr(layout, name) for name in layout.__struct_fields__})
+    shapes = [kv_source_pb2.BlockShape(**msgspec.structs.asdict(shape)) for shape in layout.shapes]
+    return kv_source_pb2.KvLayout(**msgspec.structs.asdict(layout) | {"shapes": shapes})
 
 
 def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
+    shapes = tuple(
+        BlockShape(**{name: getattr(shape, name) for name in BlockShape.__struct_fields__}) for shape in message.shapes
+    )
     fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
-    return KvLayout(**fields | {"group_windows": tuple(message.group_windows)})
+    groups = {"group_shapes": tuple(message.group_shapes), "group_windows": tuple(message.group_windows)}
+    return KvLayout(**fields | groups | {"shapes": shapes})
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> request_pb2.FinishReason.ValueType:

@@ -13,7 +13,7 @@ from pdserve.common.settings.speculative_config import FIELD, SpeculativeConfig
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.models.config.model_config import ModelConfig
-from pdserve.models.kv_cache import KVCacheGroupSpec, make_kv_cache
+from pdserve.models.kv_cache import KVCacheGroupSpec, make_kv_caches, shapes_of
 from pdserve.models.model_folder import model_folder
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
 
@@ -55,8 +55,8 @@ class DraftModelFolder:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.groups[0].layout.block_bytes
+        """Bytes of a block of each shape."""
+        return sum(shape.block_bytes for shape in shapes_of(self.groups))
 
     def max_model_len(self, max_model_len: int) -> int:
         """Tokens of the longest sequence that it drafts for. max_model_len: of the engine."""
@@ -86,7 +86,7 @@ class DraftModelFolder:
     ) -> DraftModel:
         """num_blocks, max_model_len: as of `num_blocks`."""
         own = self.num_blocks(settings, num_blocks, max_model_len)
-        caches = tuple(make_kv_cache(group.layout, own, settings.device) for group in self.groups)
+        caches = make_kv_caches(self.groups, [own] * len(shapes_of(self.groups)), settings.device)
         return DraftModel(decoder, caches, self.max_model_len(max_model_len))
 
 

@@ -40,7 +40,7 @@ from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
-from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
+from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_caches, pools_of, shapes_of
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import BUNDLED, model_folder
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
@@ -63,7 +63,7 @@ class LoadedModel:
     decoder: AnyDecoder
     kv_cache_config: KVCacheConfig
     kv_caches: tuple[Tensor, ...]
-    """`[num_blocks, Hkv, L, 2, bs, D]`: per KV cache group the pool, which is the same tensor for all."""
+    """`[num_blocks, Hkv, L, 2, bs, D]`: per KV cache group the pool, which is the same tensor for groups of one shape."""
     max_model_len: int
     tokenizer_fingerprint: str
     folder: Path
@@ -91,12 +91,14 @@ class LoadedModel:
 
     @property
     def num_blocks(self) -> int:
-        return self.kv_cache_config.num_blocks
+        """Of all KV cache groups."""
+        if len(self.layout.shapes) == 1:
+            return self.kv_cache_config.num_blocks[0]
+        return self.layout.num_places(self.kv_cache_config.num_blocks) * self.layout.num_groups
 
     @property
     def layout(self) -> KvLayout:
-        """Layout of a block of the pool."""
-        return self.kv_cache_config.kv_cache_groups[0].layout
+        return self.kv_cache_config.layout
 
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
@@ -156,7 +158,8 @@ class LoadedModel:
             step_tokens = max(step_tokens, max_model_len - self.max_model_len + settings.max_num_seqs)
         return EngineConfig(
             block_size=settings.block_size,
-            num_blocks=self.num_blocks,
+            num_blocks=self.kv_cache_config.num_blocks[0],
+            num_other_blocks=self.kv_cache_config.num_blocks[1:],
             num_host_blocks=len(self.host_caches[0]) if self.host_caches else 0,
             max_model_len=max_model_len,
             num_labels=self.num_labels,
@@ -254,46 +257,49 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
     cache_dtype = settings.cache_dtype
-    groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard, cache_dtype)
-    block_bytes = groups[0].layout.block_bytes
+    fingerprint = _fingerprint(folder, settings, config)
+    groups = config.kv_cache_groups(settings.block_size, fingerprint, shard, cache_dtype)
+    layout = config.kv_layout(settings.block_size, fingerprint, shard, cache_dtype)
     # ranks above 0 do not load it, but count its cache: all pools have equally many blocks
     draft_decoder = None if draft_folder is None or shard.rank > 0 else draft_folder.load(settings)
-    left_bytes, pool_block_bytes = None, block_bytes
+    left_bytes, more_bytes = None, 0
     if settings.num_blocks is None and settings.pool_mib is None:
         place = torch.device(device)
         models: list[tuple[AnyDecoder, Sequence[KVCacheGroupSpec]]] = [(decoder, groups)]
         if draft_folder is not None:
             # its cache has no more blocks than the pool has of all groups together
-            pool_block_bytes += -(-draft_folder.block_bytes // len(groups))
+            more_bytes = -(-draft_folder.block_bytes // len(groups))
             if draft_decoder is not None:
                 models.append((draft_decoder, draft_folder.groups))
         budget = _budget(settings, models, place, CudaMemory(place))
-        left_bytes = budget.pool_bytes(settings, pool_block_bytes, encoder_bytes(folder, settings, config))
+        least = max(shape.block_bytes for shape in layout.shapes) + more_bytes
+        left_bytes = budget.pool_bytes(settings, least, encoder_bytes(folder, settings, config))
         if group is not None:
             left_bytes = group.minimum(left_bytes)
-    num_blocks, max_model_len = pool_size(settings, groups, pool_block_bytes, config, left_bytes)
+    num_blocks, max_model_len = pool_size(settings, groups, config, left_bytes, more_bytes)
+    pool_bytes = layout.pool_bytes(num_blocks)
     if settings.max_model_len is None and max_model_len < config.max_position_embeddings and shard.rank == 0:
         log.warning(
             "sequences have at most %d tokens, not the model's %d: %s holds no more, about %d MiB would (kv_cache_mib)",
             max_model_len, config.max_position_embeddings, pool_setting(settings),
-            -(-num_blocks * block_bytes * config.max_position_embeddings // (max_model_len << 20)),
+            -(-pool_bytes * config.max_position_embeddings // (max_model_len << 20)),
         )  # fmt: skip
     if group is not None:
-        group.minimum(num_blocks)  # all have loaded
-    with allocating(pool_setting(settings), num_blocks * block_bytes, device):
-        kv_cache = make_kv_cache(groups[0].layout, num_blocks, device)
+        group.minimum(num_blocks[0])  # all have loaded
+    with allocating(pool_setting(settings), pool_bytes, device):
+        kv_caches = make_kv_caches(groups, num_blocks, device)
     host_caches: tuple[Tensor, ...] = ()
     if settings.kv_host_mib:
-        slots = host_slots(settings, block_bytes)
-        with allocating(f"kv_host_mib {settings.kv_host_mib}", slots * block_bytes):
-            host_caches = make_host_caches([kv_cache], slots)
+        slots = host_slots(settings, layout)
+        with allocating(f"kv_host_mib {settings.kv_host_mib}", slots * layout.shapes[0].block_bytes):
+            host_caches = make_host_caches(pools_of(kv_caches), slots)
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:
-        draft_model = draft_folder.with_cache(draft_decoder, settings, num_blocks // len(groups), max_model_len)
+        draft_model = draft_folder.with_cache(draft_decoder, settings, min(num_blocks) // len(groups), max_model_len)
     return LoadedModel(
         decoder=decoder,
-        kv_cache_config=KVCacheConfig(num_blocks, groups),
-        kv_caches=(kv_cache,) * len(groups),
+        kv_cache_config=KVCacheConfig(layout, groups, num_blocks),
+        kv_caches=kv_caches,
         max_model_len=max_model_len,
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
         folder=folder,
@@ -339,7 +345,7 @@ def _budget(
     """
     steps: list[LargestSteps] = []
     for decoder, groups in models:
-        caches = [make_kv_cache(group.layout, 1, device) for group in groups]
+        caches = make_kv_caches(groups, [1] * len(shapes_of(groups)), device)
         try:
             attention = [make_attention(settings.attention_backend, cache, decoder.dtype) for cache in caches]
             ops = make_layer_ops(settings.kernels, device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
+from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes
 from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
@@ -147,13 +148,14 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     if shard.size > 1:
         config.verify_sharding(shard.size, folder)
     groups = config.kv_cache_groups(settings.block_size, "", shard, cache_dtype=settings.cache_dtype)
-    block_bytes = groups[0].layout.block_bytes
+    layout = config.kv_layout(settings.block_size, "", shard, settings.cache_dtype)
     on_gpu = settings.device != "cpu"
     # a pool without a size of its own takes what is left, and needs two blocks
     takes_rest = settings.num_blocks is None and settings.pool_mib is None
-    num_blocks, max_model_len = 2, settings.block_size
+    num_blocks: BlockCounts = (2,) * len(layout.shapes)
+    max_model_len = settings.block_size
     if not takes_rest:
-        num_blocks, max_model_len = pool_size(settings, groups, block_bytes, config)
+        num_blocks, max_model_len = pool_size(settings, groups, config)
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(
@@ -166,7 +168,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
             settings.device,
         )
         + adapter_bytes(folder, settings, shard),
-        pool=num_blocks * block_bytes,
+        pool=layout.pool_bytes(num_blocks),
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + (settings.max_num_seqs + settings.step_drafts) * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
@@ -175,5 +177,5 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         on_gpu=on_gpu,
         ranks=shard.size,
         images=encoder_bytes(folder, settings, config),
-        draft_model=draft_model_bytes(folder, settings, config, num_blocks // len(groups), max_model_len),
+        draft_model=draft_model_bytes(folder, settings, config, min(num_blocks) // len(groups), max_model_len),
     )

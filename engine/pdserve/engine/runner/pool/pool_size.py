@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import mul
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.sequence_blocks import max_sequence_tokens
+from pdserve.engine.kv_cache.block_pool import BlockCounts
+from pdserve.engine.sequence_blocks import max_sequence_tokens, num_window_blocks
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
-from pdserve.models.kv_cache import KVCacheGroupSpec
+from pdserve.models.kv_cache import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec, shapes_of
 
 _DYNAMIC = (
     ": beyond it the rope type 'dynamic' rotates all keys of a sequence again with each token, and cached keys are not"
@@ -25,8 +29,14 @@ def with_kv_cache_groups(config: ModelConfig, settings: WorkerSettings) -> Model
     return replace(config, hybrid_kv_cache=True)
 
 
-def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
-    """Number of blocks in the host-memory tier. block_bytes: bytes of one block. Raises: ConfigError if it holds none."""
+def host_slots(settings: WorkerSettings, layout: KvLayout) -> int:
+    """Number of blocks in the host-memory tier. Raises: ConfigError if it holds none, or if blocks have several shapes."""
+    if len(layout.shapes) > 1:
+        raise ConfigError(
+            f"kv_host_mib is {settings.kv_host_mib}, and the model's KV cache has blocks of {len(layout.shapes)} shapes, which the "
+            "host-memory tier does not keep"
+        )
+    block_bytes = layout.shapes[0].block_bytes
     num_slots = (settings.kv_host_mib << 20) // block_bytes
     if num_slots < 1:
         raise ConfigError(f"kv_host_mib is {settings.kv_host_mib}, one block has {block_bytes} bytes")
@@ -43,39 +53,50 @@ def pool_setting(settings: WorkerSettings) -> str:
 def pool_size(
     settings: WorkerSettings,
     groups: Sequence[KVCacheGroupSpec],
-    block_bytes: int,
     model: ModelConfig,
     left_bytes: int | None = None,
-) -> tuple[int, int]:
-    """(blocks of the pool, tokens of the longest sequence that pool, model and settings allow).
+    more_bytes: int = 0,
+) -> tuple[BlockCounts, int]:
+    """(blocks of the pool by shape, tokens of the longest sequence that pool, model and settings allow).
 
-    groups: KV cache groups. block_bytes: bytes of one block and of everything else that exists once per block. left_bytes: free
-    bytes of a GPU, if no setting determines the pool's size. Raises: ConfigError naming the setting, its value and the limit.
+    groups: KV cache groups. left_bytes: free bytes of a GPU, if no setting determines the pool's size. more_bytes: of everything
+    else that exists once per block. Raises: ConfigError naming the setting, its value and the limit.
     """
     num_bytes = (settings.pool_mib or 0) << 20 if left_bytes is None else left_bytes
-    num_blocks = num_bytes // block_bytes
+    specs, shapes = [group.spec for group in groups], shapes_of(groups)
+    block_bytes = [shape.block_bytes + more_bytes for shape in shapes]
+    step_tokens = min(settings.limits.long_prefill_token_threshold or settings.step_tokens, settings.step_tokens)
     if settings.num_blocks is not None:
         # the memory of `num_blocks` blocks of all layers
-        num_blocks = settings.num_blocks * model.num_layers // groups[0].layout.num_layers
-    if num_blocks < 2:
-        raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes")
-    step_tokens = min(settings.limits.long_prefill_token_threshold or settings.step_tokens, settings.step_tokens)
-    specs = [group.spec for group in groups]
+        layers = [sum(len(group.layers) for group in groups if group.shape == shape) for shape in shapes]
+        num_blocks = tuple(
+            settings.num_blocks * count // shape.num_layers for count, shape in zip(layers, shapes, strict=True)
+        )
+    elif len(shapes) == 1:
+        num_blocks = (num_bytes // block_bytes[0],)
+    else:
+        num_blocks = _shared(settings, specs, block_bytes, num_bytes, step_tokens)
+    if min(num_blocks) < 2:
+        shown = " and ".join(
+            f"{count} blocks of {size} bytes" for count, size in zip(num_blocks, block_bytes, strict=True)
+        )
+        raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {shown}")
     pool_tokens = max_sequence_tokens(specs, num_blocks, settings.block_size, step_tokens)
     if isinstance(model, EncoderDecoderConfig):
-        of_encoder = num_blocks - num_blocks // 2  # for each of the two parts of a sequence
+        [all_blocks] = num_blocks
+        of_encoder = all_blocks - all_blocks // 2  # for each of the two parts of a sequence
         if model.audio is not None:
             of_encoder = -(-model.audio.num_positions // settings.block_size)
-            if num_blocks <= of_encoder:
+            if all_blocks <= of_encoder:
                 raise ConfigError(
-                    f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes, and the "
+                    f"kv_cache_mib {settings.pool_mib} holds {all_blocks} blocks of {block_bytes[0]} bytes, and the "
                     f"{model.audio.num_positions} positions of the encoder of {model.architecture} alone need {of_encoder}"
                 )
-        pool_tokens = (num_blocks - of_encoder) * settings.block_size
+        pool_tokens = (all_blocks - of_encoder) * settings.block_size
     if pool_tokens < settings.block_size:
         raise ConfigError(
-            f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes, and a token needs one in each "
-            f"of {len(groups)} KV cache groups"
+            f"kv_cache_mib {settings.pool_mib} holds {' and '.join(map(str, num_blocks))} blocks, and a token needs one in each of "
+            f"{len(groups)} KV cache groups"
         )
     limit = model.max_position_embeddings
     if settings.max_model_len is not None:
@@ -88,3 +109,31 @@ def pool_size(
             raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
         limit = settings.max_model_len
     return num_blocks, min(limit, pool_tokens)
+
+
+_CACHED_WINDOWS = 2
+"""Windows that blocks of groups with one are for, per running sequence: its own, and one that the prefix cache keeps."""
+
+
+def _shared(
+    settings: WorkerSettings, specs: Sequence[KVCacheSpec], block_bytes: Sequence[int], num_bytes: int, step_tokens: int
+) -> BlockCounts:
+    """Blocks by shape in `num_bytes`, for as many tokens as possible: groups with a window need no more than the windows of
+    `max_num_seqs` sequences."""
+
+    def counts(num_places: int) -> BlockCounts:
+        found = [0] * len(block_bytes)
+        for spec in specs:
+            limit = num_places
+            if isinstance(spec, SlidingWindowSpec):
+                of_sequence = num_window_blocks(spec.sliding_window, settings.block_size, step_tokens)
+                limit = min(limit, _CACHED_WINDOWS * settings.max_num_seqs * of_sequence)
+            found[spec.shape] += limit
+        return tuple(found)
+
+    def exceeds(num_places: int) -> bool:
+        used: int = sum(map(mul, counts(num_places), block_bytes))
+        return used > num_bytes
+
+    most = num_bytes // min(block_bytes)
+    return counts(bisect_left(range(most + 1), True, key=exceeds) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
 
@@ -46,10 +47,11 @@ class RefusedAdmissions:
         """The sequence waits no more."""
         self._refused.pop(request.request_id, None)
 
-    def still_lacks_room(self, request: Request, keep_free: int, budget: int | None = None) -> bool:
+    def still_lacks_room(self, request: Request, keep_free: BlockCounts | None, budget: int | None = None) -> bool:
         """True if the sequence cannot fit now; False if it has to be tried.
 
-        keep_free: blocks that must remain. budget: tokens left in the step, of a sequence that needs room for one chunk; None: it
+        keep_free: blocks that must remain; None: none.
+        budget: tokens left in the step, of a sequence that needs room for one chunk; None: it
         needs room for all its tokens.
         """
         refused, pool = self._refused.get(request.request_id), self._kv.pool
@@ -62,4 +64,4 @@ class RefusedAdmissions:
         num_tokens = max(0, refused.num_tokens - num_known * self._config.block_size)
         if budget is not None:
             num_tokens = self._config.chunk(num_tokens, budget)
-        return self._config.blocks_for(num_tokens) + keep_free > pool.num_available
+        return not pool.has((self._config.blocks_for(num_tokens),), keep_free or (0,))

@@ -18,7 +18,7 @@ from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache.block_pool import PinTracker
+from pdserve.engine.kv_cache.block_pool import BlockCounts, PinTracker, added
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.host_loads import HostLoads
@@ -115,14 +115,14 @@ class RemoteKvQueue:
         """
         if not self._unreserved:
             return
-        growth = num_ready * self._kv.num_groups
-        growth += sum(map(self._growth, (*running, *(receive.request for receive in self._receiving.values()))))
+        others = (*running, *(receive.request for receive in self._receiving.values()))
+        growth = added(self._kv.places(num_ready), *map(self._growth, others))
         has_others = bool(running or num_ready or self._receiving)
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._starvation.must_wait(request):
                 continue
             own_growth = self._growth(request, request.num_given_tokens)
-            keep_free = growth + own_growth if has_others else 0
+            keep_free = added(growth, own_growth) if has_others else None
             if self._refused.still_lacks_room(request, keep_free):
                 continue
             computed = self._kv.get_blocks_to_keep(request, request.num_given_tokens)
@@ -147,13 +147,13 @@ class RemoteKvQueue:
             hold = self._holds.out(self._kv.hold(request, first, len(order)))
             self._receiving[request.request_id] = Receive(request, order, first, len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
-            growth, has_others = growth + own_growth, True
+            growth, has_others = added(growth, own_growth), True
             self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
 
-    def _growth(self, request: Request, num_given: int | None = None) -> int:
+    def _growth(self, request: Request, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence and those forked from it may take soon. num_given: as of `KVCacheManager.growth`."""
         num_tokens = min(request.num_tokens_within(GROWTH_TOKENS), self._config.max_model_len)
-        return self._kv.growth(request, num_tokens, num_given) + request.num_forks * self._kv.num_groups
+        return added(self._kv.growth(request, num_tokens, num_given), self._kv.places(request.num_forks))
 
     def send_reserved(self, copied: DeviceEvent | None) -> None:
         """Let the transfer side write into the blocks that `reserve` has reserved, once copies of their former content are queued.

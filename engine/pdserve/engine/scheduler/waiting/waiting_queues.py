@@ -160,9 +160,8 @@ class WaitingQueues:
             return self._admit_ready(request, budget, running)
         if request not in self._preempted and self._kept_waiting_by_others(request):
             return Refusal.OTHERS_FIRST
-        keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
-        keep_free += request.num_forks if keep_free else 0
-        keep_free *= self._kv.num_groups
+        num_others = 0 if request.core.transfer_source else num_growing + self.num_ready
+        keep_free = self._kv.places(num_others + request.num_forks) if num_others else None
         chunk_budget = None if self._config.reserve_whole_prompt else budget
         if self._refused.still_lacks_room(request, keep_free, chunk_budget):
             return Refusal.NO_ROOM
