@@ -128,7 +128,8 @@ class Served:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         answer = self._client.post(path, json={"model": self._name, **body})
-        answer.raise_for_status()
+        if answer.is_error:
+            raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
         choices: list[Any] = answer.json()["choices"]
         return choices
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.engine.runner.results.prompt_logprobs import SLICE
+from pdserve.engine.runner.results.prompt_logprobs import SLICE, PromptLogprobsTable
 from tests.support.engine.engine_harness import Answer, Harness
 from tests.support.engine.engine_pair import Pair
 from tests.support.models.oracle import Oracle
@@ -46,6 +48,25 @@ def check(oracle: Oracle, prompt: list[int], found: LogprobsLists | None, num_to
         assert values[1:] == pytest.approx(expected[place].topk(num_top).values.tolist(), abs=1e-4)
         rank = int((expected[place] >= expected[place, token_id] - 1e-4).sum())
         assert found.sampled_token_ranks[place] <= rank
+
+
+def test_a_large_vocabulary_shows_progress_between_few_positions() -> None:
+    """Else a worker would be taken for stuck: a chunk's logits take seconds on a CPU."""
+    vocab_size, size = 262_144, 64
+    table, seen = PromptLogprobsTable(), list[str]()
+    table.add(0, 1)
+
+    def logits(hidden: Tensor) -> Tensor:
+        seen.append(str(len(hidden)))
+        return torch.zeros(len(hidden), vocab_size)
+
+    counts = np.array([130])
+    found = table.of_step(
+        torch.zeros(130, 4), np.array([0]), counts, counts, np.zeros((1, 140), np.int64), np.array([140]), logits, vocab_size,
+        lambda: seen.append("progress"),
+    )  # fmt: skip
+    assert len(found[0]) == 130
+    assert seen == ["progress", str(size), "progress", str(size), "progress", "2"]
 
 
 def _asking(**params: Any) -> dict[str, Any]:

@@ -120,6 +120,7 @@ class ModelRunner:
         self._ops = ops
         self._group = group
         self._pools = pools_of(kv_caches)
+        self._vocab_size = vocab_size
         self._device = kv_caches[0].device
         self._dtype = model.dtype
         self._before_layer = before_layer
@@ -357,8 +358,9 @@ class ModelRunner:
         if not len(batch.prompt_logprobs):
             return {}
         found = batch.prompt_logprobs.of_step(
-            hidden, rows, counts, batch.num_computed, batch.token_ids, batch.num_prompt, self._model.compute_logits
-        )
+            hidden, rows, counts, batch.num_computed, batch.token_ids, batch.num_prompt, self._model.compute_logits,
+            self._vocab_size, self._before_layer,
+        )  # fmt: skip
         by_request = {batch.req_ids[row]: lists for row, lists in found.items()}
         for request_id in [request_id for request_id, lists in by_request.items() if not are_finite(lists)]:
             failed_requests[request_id] = not_finite("prompt log-probabilities", self._dtype)
