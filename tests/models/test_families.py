@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
-from pdserve.models.read_config import read_config
 from pdserve.models.registry import FAMILIES
 from pdserve.models.weights.rank_shard import RankShard
 from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
@@ -101,6 +101,21 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be greedy or group_limited_greedy, not"),
     ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group is missing"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list must be 1 for each layer"),
+    ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func must be "sigmoid", not "softmax"'),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, 'qk_norm_type must be "per_layer", not "per_head"'),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias must be true, not false"),
+    ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8, which MiniMaxM2ForCausalLM does"),
+    ("minimax_m2", {"num_local_experts": 0}, "num_local_experts must be at least 1, not 0"),
+    ("minimax_m2", {"num_local_experts": 4}, r"gate\.weight has shape \[5, 64\], config\.json says \[4, 64\]"),
+    ("minimax_m2", {"rope_parameters": None, "rotary_dim": 7}, "such that an even number of a head's 16 is rotated"),
+    ("glm4_moe", {"use_qk_norm": False}, "8 weights have no place: .*k_norm"),
+    ("glm4_moe", {"num_local_experts": 9}, "num_local_experts must be n_routed_experts .8., not 9"),
+    ("glm4_moe", {"n_shared_experts": 1}, r"gate_proj\.weight has shape \[40, 64\], config\.json says \[20, 64\]"),
+    ("glm4_moe", {"first_k_dense_replace": 2}, r"layers\.1\.mlp\.gate_proj\.weight is in none of"),
+    ("glm4_moe", {"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types is .* which Glm4MoeForCausalLM does not compute"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must be 4 times dense or sparse"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 4}, r"layers\.1\.mlp\.gate_proj\.weight is in none of"),
     ("minicpm3", {"v_head_dim": 12}, r"kv_b_proj\.weight has shape \[88, 20\], config\.json says \[96, 20\]"),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a positive number, not 0"),
     ("granite", {"logits_scaling": "8"}, 'logits_scaling must be a positive number, not "8"'),
@@ -165,27 +180,29 @@ def test_broken_checkpoints_are_refused_by_name(
     assert str(tmp_path) in error.value.message
 
 
-def test_a_model_with_norms_over_all_heads_is_not_split(plain_checkpoint: Callable[[str], Path]) -> None:
-    config = read_config(plain_checkpoint("olmo2"))
-    config.verify_sharding(1, Path())
-    with pytest.raises(UnsupportedModel, match="tensor_parallel_size is 2, and Olmo2ForCausalLM normalises"):
-        config.verify_sharding(2, Path())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in NEW if family != "olmo2"])
+@pytest.mark.parametrize("family", NEW)
 def test_two_ranks_share_a_family(family: str, tmp_path: Path) -> None:
-    model = make_family(tmp_path, family, cases(family)[0])
+    _check_ranks(make_family(tmp_path, family, cases(family)[0]), tmp_path, 2)
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", pytest.param("olmo2", marks=pytest.mark.slow)])
+def test_four_ranks_share_norms_over_all_heads(family: str, tmp_path: Path) -> None:
+    """Two ranks each have the same head of keys."""
+    _check_ranks(make_family(tmp_path, family, cases(family)[0]), tmp_path, 4)
+
+
+def _check_ranks(model: PreTrainedModel, folder: Path, size: int) -> None:
     tokens = list(range(40))
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
 
     def compute(rank: ThreadRank) -> torch.Tensor:
         shard = RankShard(rank.rank, rank.size, rank)
-        run = PagedRun(load_decoder(tmp_path, shard=shard), shard=shard)
+        run = PagedRun(load_decoder(folder, shard=shard), shard=shard)
         return torch.cat([run.step({}, {"a": tokens[:25]})["a"], run.step({}, {"a": tokens[25:]})["a"]])
 
-    first, _ = on_all_ranks(2, compute)
+    first, *_ = on_all_ranks(size, compute)
     torch.testing.assert_close(first, expected, atol=ATOL, rtol=0)
 
 

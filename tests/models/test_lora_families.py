@@ -30,6 +30,9 @@ FUSED = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 }
 """Family -> modules of its layers."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MODULES = FUSED | dict.fromkeys(("glm4_moe", "minimax_m2", "qwen3_moe"), ATTENTION)
+"""The same of families with experts, which take no adapters."""
 LLAMAS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -55,13 +58,20 @@ def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family",
-    [*FUSED, "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "granite", "olmo2"))],
+    [
+        *FUSED,
+        "gemma2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma3_text", "glm4_moe", "granite", "minimax_m2", "olmo2")
+        ),
+    ],
 )
 def test_logits_are_those_of_the_merged_weights(
     family: str, plain_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base = plain_checkpoint(family)
-    adapter = make_adapter(tmp_path / "adapter", base, targets=FUSED.get(family, LLAMAS), spread=0.2)
+    adapter = make_adapter(tmp_path / "adapter", base, targets=MODULES.get(family, LLAMAS), spread=0.2)
     merged = merged_checkpoint(tmp_path / "merged", base, adapter)
     expected = oracle_logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval())
     found = logits_with(base, adapter)
@@ -72,15 +82,18 @@ def test_logits_are_those_of_the_merged_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size"),
-    [("phi3", 2), ("qwen3", 4), *(pytest.param(f, 2, marks=pytest.mark.slow) for f in ("glm4", "qwen3_moe"))],
+    [
+        ("phi3", 2),
+        ("qwen3", 4),
+        *(pytest.param(f, 2, marks=pytest.mark.slow) for f in ("glm4", "minimax_m2", "qwen3_moe")),
+    ],
 )
 def test_ranks_have_the_logits_of_one(
     family: str, size: int, plain_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Also with fewer heads of keys and values than ranks."""
     base = plain_checkpoint(family)
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj") if family == "qwen3_moe" else FUSED.get(family, LLAMAS)
-    adapter = make_adapter(tmp_path, base, targets=targets, spread=0.2)
+    adapter = make_adapter(tmp_path, base, targets=MODULES.get(family, LLAMAS), spread=0.2)
     alone = logits_with(base, adapter)
     first, *others = on_all_ranks(size, lambda rank: logits_with(base, adapter, RankShard(rank.rank, rank.size, rank)))
     torch.testing.assert_close(first, alone, atol=ATOL, rtol=ATOL)

@@ -119,6 +119,30 @@ LOADS: dict[str, dict[str, Any]] = {
         topk_method="noaux_tc", num_nextn_predict_layers=1, head_dim=8, quantization_config=BLOCKS,
     ),
 }  # fmt: skip
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+LOADS |= {
+    "norms over all heads, fp8 in blocks": text(
+        "MiniMaxM2ForCausalLM", "minimax_m2", num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, use_qk_norm=True,
+        qk_norm_type="per_layer", use_routing_bias=True, scoring_func="sigmoid", shared_intermediate_size=0, use_mtp=True,
+        num_mtp_modules=3, mtp_transformer_layers=1, attn_type_list=[1, 1], quantization_config=BLOCKS,
+    ),
+    "norms over all heads, a rotary factor": text(
+        "MiniMaxM2ForCausalLM", "minimax_m2", num_local_experts=8, num_experts_per_tok=2, partial_rotary_factor=0.5,
+        quantization_config=NVFP4,
+    ),
+    "heads rotated in part, experts in groups": text(
+        "Glm4MoeForCausalLM", "glm4_moe", **ROUTED, use_qk_norm=True, partial_rotary_factor=0.5, attention_bias=True,
+        quantization_config=W4A16,
+    ),
+    "latent attention, kinds of MLPs": text(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", **ROUTED, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, topk_method="noaux_tc", partial_rotary_factor=1.0, rope_scaling=None, head_dim=8,
+        num_key_value_heads=4,
+    ),
+}  # fmt: skip
 NEEDS: dict[str, tuple[dict[str, Any], str]] = {
     "gated delta net": (
         wrapped("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", EXPERTS | {"full_attention_interval": 4}),

@@ -29,6 +29,14 @@ with warnings.catch_warnings():
 GRANITE = {"attention_multiplier": 0.25}
 """At heads of 16 numbers this is every family's."""
 
+SMALL_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
 EQUAL: list[tuple[str, str, dict[str, Any]]] = [
     ("granite", "LlamaForCausalLM", GRANITE),
     ("granite", "MistralForCausalLM", GRANITE),
@@ -85,6 +93,15 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("glm", "Glm4ForCausalLM", {}, "post_self_attn_layernorm.weight is in none"),
     ("olmo3", "Olmo2ForCausalLM", {}, "differ between layers"),
     ("granitemoe", "GraniteForCausalLM", {}, "num_experts_per_tok is 2"),
+    (
+        "dots1",
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        "sliding|norm",
+    ),
+    ("deepseek_v3", "Glm4MoeForCausalLM", {"num_key_value_heads": 4, **SMALL_EXPERTS}, "kv_lora_rank is 512"),
+    ("mixtral", "MiniMaxM2ForCausalLM", {}, "q_norm"),
+    ("axk1", "Glm4MoeLiteForCausalLM", {"num_key_value_heads": 4, **SMALL_EXPERTS}, "post_mlp_layernorm"),
     ("phimoe", "MixtralForCausalLM", {}, "lm_head_bias|no place|sliding"),
 ]
 

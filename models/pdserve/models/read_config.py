@@ -52,7 +52,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     derived_max_model_len = rope.derived_max_positions(max_positions)
     own = Dimensions(
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, rms_norm_eps, rope.theta,
-        derived_max_model_len, None not in options.sliding_windows, family.qk_norm or family.norms_projection,
+        derived_max_model_len, None not in options.sliding_windows, options.has_qk_norm or family.norms_projection,
     )  # fmt: skip
     unknown_fields = check_fields(config, architecture, family.own_fields, own)
     vocab_size = config.integer("vocab_size", maximum=_MAX_VOCAB)

@@ -9,10 +9,12 @@ from pdserve.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
 from pdserve.models.families.glm4 import Glm4
+from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.minicpm3 import MiniCPM3
+from pdserve.models.families.minimax_m2 import MiniMaxM2
 from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.mixtral import Mixtral
@@ -33,10 +35,13 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4ForCausalLM": Glm4,
+    "Glm4MoeForCausalLM": Glm4Moe,
+    "Glm4MoeLiteForCausalLM": Glm4MoeLite,
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
     "MiniCPM3ForCausalLM": MiniCPM3,
+    "MiniMaxM2ForCausalLM": MiniMaxM2,
     "MinistralForCausalLM": Ministral,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
@@ -56,9 +61,13 @@ BODIES: Mapping[str, str] = {
     f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES if name.endswith("ForCausalLM")
 } | {"Gemma3TextModel": "Gemma3ForCausalLM"}
 """Architectures without a language-model head -> the same with it."""
+_WITHOUT_CLASSIFIER = (
+    "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GraniteForCausalLM", "MiniMaxM2ForCausalLM",
+)  # fmt: skip
+"""Families of which transformers has no class with a classification head, or with another name."""
 CLASSIFIERS: Mapping[str, str] = {
     f"{name.removesuffix('ForCausalLM')}ForSequenceClassification": name
     for name in FAMILIES
-    if name.endswith("ForCausalLM") and name not in ("Gemma3ForCausalLM", "GraniteForCausalLM")
+    if name.endswith("ForCausalLM") and name not in _WITHOUT_CLASSIFIER
 } | {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
-"""Architectures with a classification head -> the same with a language-model head. transformers has none of Granite."""
+"""Architectures with a classification head -> the same with a language-model head."""

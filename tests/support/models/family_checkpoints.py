@@ -103,6 +103,38 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "attention_bias": True,
         },
     ],
+    "minimax_m2": [
+        {**_EXPERTS, "rotary_dim": 8},
+        {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+        {"num_local_experts": 3, "num_experts_per_tok": 3},
+    ],
+    "glm4_moe": [
+        {**_SMALL_EXPERTS, "use_qk_norm": True},
+        {**_SMALL_EXPERTS, "n_group": 4, "topk_group": 2, "attention_bias": True, "routed_scaling_factor": 2.5},
+        {
+            **_SMALL_EXPERTS,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        },
+    ],
+    "glm4_moe_lite": [
+        {**_LATENT, **_SMALL_EXPERTS},
+        {
+            **_LATENT,
+            **_SMALL_EXPERTS,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_hidden_layers": 3,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 2.5,
+        },
+        {**_LATENT, **_SMALL_EXPERTS, "n_group": 2, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
+    ],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
     "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
     "mixtral": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import SCALE_BYTES, BlockShape, KvLayout
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layers.rms_norm import RmsNorm
@@ -169,12 +170,7 @@ class ModelConfig:
         raise IndexError(f"layer {layer} of {self.num_layers}")
 
     def verify_sharding(self, size: int, folder: Path) -> None:
-        """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json, UnsupportedModel."""
-        if size > 1 and self.family.norms_projection:
-            raise UnsupportedModel(
-                f"tensor_parallel_size is {size}, and {self.architecture} normalises the queries of all heads together; "
-                "such a model is not split"
-            )
+        """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
         dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
         dimensions |= self.family.inner_sizes(self.intermediate_size)
         verify_sharding(size, dimensions, self.num_kv_heads, f"{folder / 'config.json'}")
@@ -297,7 +293,7 @@ class FamilyLayers:
     activations: ClassVar[tuple[str, ...]] = SILU
     """Names of the activation in config.json; the first if the field is absent."""
     qk_norm: ClassVar[bool] = False
-    """True: queries and keys are normalised per head."""
+    """True: queries and keys of all models are normalised per head."""
     norms_projection: ClassVar[bool] = False
     """True: they are normalised over all heads."""
     norm_offset: ClassVar[float] = 0.0
@@ -307,6 +303,8 @@ class FamilyLayers:
     """Sizes of a family with latent attention that config.json may leave out."""
     other_model_types: ClassVar[frozenset[str]] = frozenset()
     """Of models with the code of this family."""
+    has_draft_layers: ClassVar[bool] = False
+    """True: checkpoints may have layers after the last one, which draft tokens (multi-token prediction) and are not computed."""
     has_sinks: ClassVar[bool] = False
     """See `AttentionSpec.sinks`."""
     has_images: ClassVar[bool] = False
@@ -328,9 +326,15 @@ class FamilyLayers:
         """A sentence about settings with which the family's weights are not loaded; None: they are."""
         return None
 
+    @property
+    def has_qk_norm(self) -> bool:
+        """True: queries and keys are normalised per head."""
+        return self.qk_norm
+
     def ignores(self, weight: str, num_layers: int) -> bool:
-        """True for a weight of a part that is not computed, such as layers that draft."""
-        return False
+        """True for a weight of a part that is not computed."""
+        found = re.match(r"model\.layers\.(\d+)\.", weight) if self.has_draft_layers else None
+        return found is not None and int(found[1]) >= num_layers
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
@@ -362,7 +366,7 @@ class FamilyLayers:
         return SelfAttention.load(
             weights, prefix, place, spec, hidden,
             order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
-            qk_norm_eps=config.rms_norm_eps if self.qk_norm or self.norms_projection else None,
+            qk_norm_eps=config.rms_norm_eps if self.has_qk_norm or self.norms_projection else None,
             qk_norm_offset=self.norm_offset, norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
         )  # fmt: skip
 

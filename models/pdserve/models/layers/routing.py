@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear, make_linear
@@ -58,3 +59,22 @@ def load_router(
     """Read `{prefix}.gate`, which is not quantized: which experts a token has is not left to rounding. Raises: ConfigError."""
     logits = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
     return TopKRouter(logits, top_k, normalise)
+
+
+def load_grouped_router(
+    weights: WeightLoader,
+    gate: str,
+    hidden_size: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    bias: str | None,
+    normalise: bool,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    kept_groups: int = 1,
+) -> GroupedRouter:
+    """Read `{gate}.weight` and the weight named `bias`, in float32. Raises: ConfigError."""
+    logits = make_linear(weights.tensor(f"{gate}.weight", num_experts, hidden_size, dtype=torch.float32))
+    added = None if bias is None else weights.tensor(bias, num_experts, dtype=torch.float32)
+    return GroupedRouter(logits, top_k, normalise, num_groups, kept_groups, scale, added)

@@ -14,7 +14,8 @@ from pdserve.kernels.cpu.matrices import with_rows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm
 from pdserve.kernels.layers.rotary import HeadOrder
-from pdserve.models.weights.rank_shard import Part
+from pdserve.models.layers.parallel_projection_norm import ParallelProjectionNorm
+from pdserve.models.weights.rank_shard import Part, RankShard
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -32,7 +33,7 @@ class SelfAttention:
     qk_norm: HeadNorm | None
     """Normalises each head of queries and keys before the rotation; None: no norm."""
     output: Linear
-    projection_norm: ProjectionNorm | None = None
+    projection_norm: ProjectionNorm | ParallelProjectionNorm | None = None
     """Normalises all queries and all keys of a token before the rotation; None: no norm."""
     sinks: Tensor | None = None
     """`[Hq]`, of a spec that has them."""
@@ -57,8 +58,8 @@ class SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
-        qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads, of one rank. is_fused:
-        read `qkv_proj` in place of the three. Raises: ConfigError.
+        qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
+        in place of the three. Raises: ConfigError.
         """
         shard = weights.shard
         own = replace(
@@ -114,12 +115,25 @@ def _load_sinks(weights: WeightLoader, prefix: str, num_heads: int) -> Tensor:
 
 def _load_projection_norm(
     weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, eps: float
-) -> ProjectionNorm:
+) -> ProjectionNorm | ParallelProjectionNorm:
+    """spec: with the heads of all ranks."""
+    shard, size = weights.shard, spec.head_dim
     q_weight, k_weight = (
-        order.paired(weights.tensor(f"{prefix}.{name}.weight", heads * spec.head_dim))
+        order.paired(weights.tensor(f"{prefix}.{name}.weight", heads * size, part=_own_rows(shard, heads, size)))
         for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
     )
-    return ProjectionNorm(q_weight, k_weight, eps)
+    if shard.group is None:
+        return ProjectionNorm(q_weight, k_weight, eps)
+    return ParallelProjectionNorm(
+        q_weight, k_weight, eps, shard.group,
+        head_dim=size, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
+    )  # fmt: skip
+
+
+def _own_rows(shard: RankShard, num_heads: int, head_dim: int) -> Part | None:
+    """The rows of a rank's heads; None: all."""
+    own = shard.heads(num_heads)
+    return None if len(own) == num_heads else Part(0, own.start * head_dim, own.stop * head_dim)
 
 
 def _load_qkv(
@@ -135,8 +149,7 @@ def _load_qkv(
     matrices, biases = [], []
     all_rows, first = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 0
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
-        rows, own = heads * spec.head_dim, weights.shard.heads(heads)
-        part = None if len(own) == heads else Part(0, own.start * spec.head_dim, own.stop * spec.head_dim)
+        rows, part = heads * spec.head_dim, _own_rows(weights.shard, heads, spec.head_dim)
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
             matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, hidden_size, Part(0, start, stop))
