@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def oracle(folder: Path) -> Oracle:
 )
 def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
     """Twice, so that prompts are found in the cache."""
+    with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
+        for _ in range(2):
+            for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+                oracle.check(prompt, list(answer.outputs[0].token_ids))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "num_blocks": 256, "max_num_batched_tokens": 17},
+        pytest.param({"block_size": 16, "num_blocks": 13, "max_num_seqs": 4}, marks=pytest.mark.slow),
+        pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["chunks", "preemption", "ranks"],
+)
+def test_two_attentions_per_layer(options: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_latent_model(tmp_path, "longcat_flash")
+    oracle = Oracle(folder)
     with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
         for _ in range(2):
             for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
@@ -109,5 +128,13 @@ def test_what_latent_rows_do_not_have_is_refused_by_name(
 
 def test_a_pool_has_one_row_per_token_and_layer(folder: Path) -> None:
     """Expanded keys and values would take 4 heads of 20 and 10 numbers, the row takes 28."""
+    settings = DecodeSettings(model=str(folder), num_blocks=100, dtype="float32")
+    assert memory_needs(folder, settings).pool == 100 * 16 * 4 * (20 + 8) * 4
+
+
+def test_a_pool_has_a_row_for_each_attention(tmp_path: Path) -> None:
+    """The configuration has 2 layers."""
+    folder = make_latent_model(tmp_path, "longcat_flash")
+    assert json.loads((folder / "config.json").read_text())["num_layers"] == 2
     settings = DecodeSettings(model=str(folder), num_blocks=100, dtype="float32")
     assert memory_needs(folder, settings).pool == 100 * 16 * 4 * (20 + 8) * 4

@@ -142,6 +142,14 @@ LOADS |= {
         qk_nope_head_dim=16, v_head_dim=16, topk_method="noaux_tc", partial_rotary_factor=1.0, rope_scaling=None, head_dim=8,
         num_key_value_heads=4,
     ),
+    "two attentions per layer, experts without weights": {
+        name: value for name, value in SIZES.items() if name not in ("num_hidden_layers", "intermediate_size")
+    } | {
+        "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "num_layers": 2, "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32, "moe_topk": 4, "n_routed_experts": 8, "zero_expert_num": 4, "zero_expert_type": "identity",
+        "routed_scaling_factor": 6.0, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "attention_method": "MLA", "attention_bias": False,
+    },
 }  # fmt: skip
 NEEDS: dict[str, tuple[dict[str, Any], str]] = {
     "gated delta net": (

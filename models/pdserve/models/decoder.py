@@ -142,7 +142,7 @@ class Decoder:
             return hidden
         kinds = zip(self._spec_indices, self._rope_indices, strict=True)
         deepstack = iter(inputs.deepstack)
-        last = self._layers[-1]
+        last, carried = self._layers[-1], None
         for layer, next_norm, (spec, rope) in zip(self._layers, self._norms[1:], kinds, strict=True):
             if inputs.before_layer is not None:
                 inputs.before_layer()
@@ -152,7 +152,9 @@ class Decoder:
             if rows is not None and len(rows) == 0:
                 layer.attention.store(x, phases[rope], plans[spec], inputs.ops)
                 return x[:0]
-            residual, x = layer.forward(residual, x, norm, phases[rope], plans[spec], inputs.ops, rows)
+            residual, x, carried = layer.forward(
+                residual, x, norm, phases[rope], plans[spec], inputs.ops, rows, carried
+            )
             if added is not None and inputs.deepstack_rows is not None:
                 residual = residual.index_add(0, inputs.deepstack_rows, added)
                 x = residual if next_norm is None else next_norm(residual)

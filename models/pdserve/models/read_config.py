@@ -36,8 +36,8 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     named, architecture = _architecture(config)
     family = FAMILIES[architecture]
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
-    intermediate_size = config.integer("intermediate_size", maximum=_MAX_WIDTH)
-    num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    intermediate_size = config.integer(family.intermediate_size_field, maximum=_MAX_WIDTH)
+    num_layers = config.integer(family.layers_field, maximum=_MAX_LAYERS) * family.attentions_per_layer
     num_heads = config.integer("num_attention_heads", maximum=_MAX_HEADS)
     num_kv_heads = _num_kv_heads(config, architecture, num_heads)
     head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)

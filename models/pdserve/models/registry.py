@@ -13,6 +13,7 @@ from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
+from pdserve.models.families.longcat_flash import LongcatFlash
 from pdserve.models.families.minicpm3 import MiniCPM3
 from pdserve.models.families.minimax_m2 import MiniMaxM2
 from pdserve.models.families.ministral import Ministral
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
+    "LongcatFlashForCausalLM": LongcatFlash,
     "MiniCPM3ForCausalLM": MiniCPM3,
     "MiniMaxM2ForCausalLM": MiniMaxM2,
     "MinistralForCausalLM": Ministral,
@@ -62,7 +64,8 @@ BODIES: Mapping[str, str] = {
 } | {"Gemma3TextModel": "Gemma3ForCausalLM"}
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GraniteForCausalLM", "MiniMaxM2ForCausalLM",
+    "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GraniteForCausalLM", "LongcatFlashForCausalLM",
+    "MiniMaxM2ForCausalLM",
 )  # fmt: skip
 """Families of which transformers has no class with a classification head, or with another name."""
 CLASSIFIERS: Mapping[str, str] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -133,7 +134,7 @@ def make_other_family(
             # the default takes only sizes that are multiples of 8
             model.set_experts_implementation("eager")
         for name, weight in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if re.search(r"norm(\.\d+)?\.weight$", name):
                 # around the value with which it changes nothing
                 centre = float(weight.flatten()[0])
                 weight.uniform_(centre - 0.5, centre + 0.5)

@@ -44,6 +44,9 @@ _LATENT: dict[str, Any] = {
 _SMALL_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 2,
 }  # fmt: skip
+_ZERO_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 20, "routed_scaling_factor": 3.0,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
     "mscale_all_dim": 0.8, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -134,6 +137,18 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
         {**_LATENT, **_SMALL_EXPERTS, "n_group": 2, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
+    ],
+    "longcat_flash": [
+        {**_LATENT, **_ZERO_EXPERTS},
+        {
+            **_LATENT,
+            **_ZERO_EXPERTS,
+            "zero_expert_num": 0,
+            "moe_topk": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+        {**_LATENT, **_ZERO_EXPERTS, "n_routed_experts": 2, "zero_expert_num": 9, "rope_parameters": _YARN},
     ],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
     "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
@@ -250,9 +265,9 @@ def make_windowed_model(folder: Path) -> Path:
     return folder
 
 
-def make_latent_model(folder: Path) -> Path:
-    """A checkpoint of DeepSeek V3 with its tokenizer; returns its folder."""
+def make_latent_model(folder: Path, family: str = "deepseek_v3") -> Path:
+    """A checkpoint of a family with latent attention, and its tokenizer; returns its folder."""
     folder.mkdir(exist_ok=True)
-    make_family(folder, "deepseek_v3", cases("deepseek_v3")[0])
+    make_family(folder, family, cases(family)[0])
     save_tokenizer(folder)
     return folder

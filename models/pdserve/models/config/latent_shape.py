@@ -29,6 +29,10 @@ class LatentShape:
     """0, of defaults only: as many as a head's part of the hidden state."""
     rotates_neighbours: bool
     """True: the checkpoint's numbers 2j and 2j + 1 are rotated together; False: j and j + half."""
+    query_factor: float = 1.0
+    """Factor of the normed `q_lora_rank` numbers."""
+    row_factor: float = 1.0
+    """Factor of the normed `kv_lora_rank` numbers."""
 
     @property
     def row_dim(self) -> int:

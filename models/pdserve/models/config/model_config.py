@@ -276,6 +276,10 @@ class FamilyLayers:
     own_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of config.json that `read` reads, without those of all families. `config/config_fields.py` refuses every other field
     that changes the computation."""
+    layers_field: ClassVar[str] = "num_hidden_layers"
+    attentions_per_layer: ClassVar[int] = 1
+    """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""
+    intermediate_size_field: ClassVar[str] = "intermediate_size"
     default_num_kv_heads: ClassVar[int | None] = None
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
@@ -338,7 +342,7 @@ class FamilyLayers:
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
-        return {"intermediate_size": intermediate_size}
+        return {self.intermediate_size_field: intermediate_size}
 
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""

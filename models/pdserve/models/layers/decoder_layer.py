@@ -50,6 +50,8 @@ class DecoderLayer:
     """The same of the MLP."""
     residual_multiplier: float = 1.0
     """Factor of both outputs."""
+    shortcut: FeedForward | None = None
+    """A second MLP, or experts, with the input of `mlp`, whose output is added at the end of the next layer; None: no such part."""
 
     def forward(
         self,
@@ -60,12 +62,13 @@ class DecoderLayer:
         plan: AttentionPlan,
         ops: LayerOps,
         output_rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream after this layer, and its `next_norm`.
+        carried: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual stream after this layer, its `next_norm`, and the output of `shortcut` `[T, H]`.
 
         residual `[T, H]`, may be overwritten; x `[T, H]`: `input_norm(residual)`, or residual itself without the norm; phases
         `[T, 1, D / 2]`; plan: the step's plan for `attention.spec`; output_rows `[N]`: tokens whose result is needed, None: all T
-        -> `[N, H]` twice.
+        -> `[N, H]` each. carried `[T, H]`: the output of the last layer's `shortcut`.
         """
         attended = self.attention.attend(x, phases, plan, ops)
         if output_rows is not None:
@@ -75,9 +78,12 @@ class DecoderLayer:
         else:
             added = self.attention.output(attended)
             residual, x = self._add_norm(residual, added, self.attention_post_norm, self.mlp_norm, ops)
+        left = None if self.shortcut is None else self.shortcut(x, ops)
+        if carried is not None:
+            residual = residual.add_(carried if output_rows is None else carried.index_select(0, output_rows))
         if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
-            return self.mlp.add_norm(residual, x, next_norm, ops)
-        return self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, next_norm, ops)
+            return *self.mlp.add_norm(residual, x, next_norm, ops), left
+        return *self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, next_norm, ops), left
 
     def parts(self, next_norm: RmsNorm | None, rope: int) -> LayerParts | None:
         """This layer for `LayerOps.fuse_layers`; None if it has more, or other, parts. rope: index of its phases."""
@@ -85,6 +91,7 @@ class DecoderLayer:
         is_plain = self.attention_post_norm is None and self.mlp_post_norm is None and self.residual_multiplier == 1.0
         if (
             not is_plain
+            or self.shortcut is not None
             or self.mlp_norm is None
             or next_norm is None
             or not isinstance(mlp, GatedMlp)

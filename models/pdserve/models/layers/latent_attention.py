@@ -11,6 +11,7 @@ over one head, whose values are the beginning of its keys. Source: DeepSeek-V2 (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +22,11 @@ from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import pair_neighbours, rotate_heads
-from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
+
+if TYPE_CHECKING:
+    from pdserve.models.config.latent_shape import LatentShape
 
 _NORM_EPS = 1e-6
 """Of the norms over `q_lora_rank` and `kv_lora_rank` numbers, whatever `rms_norm_eps` is, as in transformers."""
@@ -76,7 +79,7 @@ class LatentAttention:
             name, inputs = "q_b_proj", shape.q_lora_rank
             added = weights.tensor(f"{prefix}.q_a_proj.bias", inputs) if bias else None
             query_down = make_linear(weights.matrix(f"{prefix}.q_a_proj", inputs, hidden_size), added)
-            query_norm = weights.norm(f"{prefix}.q_a_layernorm.weight", inputs, _NORM_EPS)
+            query_norm = _norm(weights, f"{prefix}.q_a_layernorm.weight", inputs, shape.query_factor)
         size = nope + rope
         query = weights.tensor(f"{prefix}.{name}.weight", num_heads * size, inputs, part=_rows(own, size, num_heads))
         query = query.view(len(own), size, inputs)
@@ -101,7 +104,7 @@ class LatentAttention:
             query_down=query_down,
             query_norm=query_norm,
             row=make_linear(row, row_bias),
-            row_norm=weights.norm(f"{prefix}.kv_a_layernorm.weight", rank, _NORM_EPS),
+            row_norm=_norm(weights, f"{prefix}.kv_a_layernorm.weight", rank, shape.row_factor),
             key_up=up[:, :nope].contiguous(),
             value_up=up[:, nope:].transpose(1, 2).contiguous(),
             output=weights.row_parallel(f"{prefix}.o_proj", hidden_size, num_heads * shape.value_dim, bias=bias),
@@ -134,6 +137,13 @@ class LatentAttention:
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
         return self.query(x).view(len(x), self.spec.num_heads, -1)
+
+
+def _norm(weights: WeightLoader, name: str, size: int, factor: float) -> RmsNorm:
+    """A norm whose result has a factor, which is kept in float32 as part of the weights."""
+    if factor == 1.0:
+        return weights.norm(name, size, _NORM_EPS)
+    return RmsNorm(weights.tensor(name, size, dtype=torch.float32) * factor, _NORM_EPS)
 
 
 def _rotate(x: Tensor, phases: Tensor) -> None:

@@ -53,6 +53,29 @@ class GroupedRouter:
         return weights.mul_(self.scale).to(x.dtype), experts
 
 
+@dataclass(frozen=True, slots=True)
+class BiasedRouter:
+    """The `top_k` experts with the highest sum of softmax probability and bias, which is not in their weights; in float32."""
+
+    logits: Linear
+    """`[T, H]` float32 -> `[T, E]` float32."""
+    top_k: int
+    normalise: bool
+    """True: the weights of a token add up to `scale`."""
+    scale: float
+    """Factor of all weights."""
+    bias: Tensor
+    """`[E]` float32"""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.logits(x.float()).softmax(-1)
+        experts = (scores + self.bias).topk(self.top_k, -1).indices
+        weights = scores.gather(1, experts)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return (weights * self.scale).to(x.dtype), experts
+
+
 def load_router(
     weights: WeightLoader, prefix: str, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool
 ) -> TopKRouter:

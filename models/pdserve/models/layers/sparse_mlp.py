@@ -12,6 +12,7 @@ from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import Experts, make_experts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.rank_group import RankGroup
+from pdserve.models.layers.experts_with_identity import ExpertsWithIdentity
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.routing import Router
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -39,11 +40,12 @@ class SparseMlp:
         num_experts: int,
         router: Router,
         shared: GatedMlp | None = None,
+        num_identity: int = 0,
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> SparseMlp:
         """Read gate, up and down of each `{prefix}.experts.*`, by their names in `projections`.
 
-        inner_size: size I of an expert. Raises: ConfigError.
+        inner_size: size I of an expert. num_identity: experts after the others that have no weights. Raises: ConfigError.
         """
         shard = weights.shard
         rows, columns = shard.part(0, inner_size), shard.part(1, inner_size)
@@ -59,6 +61,8 @@ class SparseMlp:
             experts = make_experts(expert(index) for index in range(num_experts))
         except TypeError as error:
             raise ConfigError(f"{prefix}.experts: {error}") from error
+        if num_identity:
+            experts = ExpertsWithIdentity(experts, num_experts, is_first_rank=shard.rank == 0)
         return cls(router, experts, shard.group, shared)
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
