@@ -191,5 +191,7 @@ def test_other_settings_do_not_fit(tmp_path: Path) -> None:
 
 def test_fp8_needs_a_matrix_in_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_loader, "multiplies_float8", lambda *_: True)
-    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but .* is stored quantized, and no matrix in float8"):
+    with pytest.raises(
+        ConfigError, match=r"quantization is 'fp8', but .* is stored quantized, and no matrix in float8"
+    ):
         load_decoder(make(tmp_path, "int8", inputs=None), quantization="fp8")

@@ -14,6 +14,7 @@ from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.longcat_flash import LongcatFlash
+from pdserve.models.families.mimo_v2 import MiMoV2
 from pdserve.models.families.minicpm3 import MiniCPM3
 from pdserve.models.families.minimax_m2 import MiniMaxM2
 from pdserve.models.families.ministral import Ministral
@@ -42,6 +43,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
+    "MiMoV2FlashForCausalLM": MiMoV2,
     "MiniCPM3ForCausalLM": MiniCPM3,
     "MiniMaxM2ForCausalLM": MiniMaxM2,
     "MinistralForCausalLM": Ministral,

@@ -145,9 +145,19 @@ async def test_a_source_that_finishes_before_it_was_wanted_fails_it() -> None:
 async def test_finished_counts_once() -> None:
     bench = Bench()
     bench.receiving()
+    bench.publish(2, 4)
     bench.finish()
     bench.transfer.finished(9, DIGEST, (6,))
     assert bench.owner.heard == [("source_finished", 22, (5,))]
+
+
+async def test_i14_an_end_before_all_blocks_are_published_fails_the_transfer() -> None:
+    bench = Bench()
+    bench.receiving()
+    bench.publish(2, 3)
+    bench.finish()
+    assert bench.owner.heard[0] == ("failed", "TransferFailed")
+    assert "the source finished after 3 of 4 wanted blocks" in str(bench.transfer.cause)
 
 
 async def test_a_reattach_says_want_again_changes_no_state_and_reads_go_on() -> None:

@@ -32,7 +32,7 @@ from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, pools_of
 from pdserve.models.weights.weight_loader import Quantization
 from tests.support.engine.hash_model import VOCAB_SIZE, HashAttention, HashModel, Window, make_hash_cache, windows_of
 from tests.support.engine.held_loads import HeldLoads
@@ -123,7 +123,11 @@ class Harness:
     ) -> None:
         self.config = config
         self.model = model
-        self.kv_cache = kv_cache
+        self.kv_caches = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,) * len(config.kv_cache_specs)
+        """Per KV cache group."""
+        self.kv_cache = self.kv_caches[0]
+        self.pools = pools_of(self.kv_caches)
+        """Per shape of blocks."""
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
@@ -135,7 +139,7 @@ class Harness:
         self.core = make_engine_core(
             config,
             model,
-            [kv_cache] * num_groups,
+            self.kv_caches,
             self.hasher,
             vocab_size,
             self.outbox if has_transfers else None,
@@ -321,7 +325,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
     """The function of `make_real_engine`. harnesses: gets every engine; the caller checks and closes them."""
     from pdserve.engine.lora.adapter_store import AdapterStore
     from pdserve.engine.lora.lora_runner import ModelLoraRunner
-    from pdserve.models.kv_cache import make_kv_cache
+    from pdserve.models.kv_cache import make_kv_caches, shapes_of
     from pdserve.models.lora.lora_targets import with_lora_targets
     from pdserve.models.model_impl import load_model_decoder
 
@@ -351,7 +355,9 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         fields.setdefault("enable_prompt_embeds", True)
         fields["num_labels"] = 0 if head is None else head.num_labels
-        groups = decoder.config.kv_cache_groups(fields["block_size"], "fingerprint")
+        groups = decoder.config.kv_cache_groups(fields["block_size"], "fingerprint", cache_dtype=cache_dtype)
+        shapes = shapes_of(groups)
+        fields["num_other_blocks"] = (fields["num_blocks"],) * (len(shapes) - 1)
         config = EngineConfig(**fields, kv_cache_specs=tuple(group.spec for group in groups))
         if adapters:
             decoder, targets = with_lora_targets(
@@ -360,10 +366,9 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
             lora = ModelLoraRunner(AdapterStore(targets, len(adapters)))
             for adapter in adapters:
                 lora.store.add(adapter)
-        layout = decoder.config.kv_layout(config.block_size, "fingerprint", cache_dtype=cache_dtype)
-        kv_cache = make_kv_cache(layout.shapes[0], config.num_blocks, device)
+        kv_caches = make_kv_caches(groups, config.num_blocks_by_shape, device)
         vocab_size = decoder.config.vocab_size
-        harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, lora, draft_model=draft_model)
+        harness = Harness(config, decoder, kv_caches, vocab_size, grammars, processors, lora, draft_model=draft_model)
         harnesses.append(harness)
         return harness
 

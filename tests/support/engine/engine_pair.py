@@ -42,7 +42,7 @@ class Transfer:
     output: list[int] = field(default_factory=list)
     """Output of earlier attempts."""
     source_holds: list[PinnedBlocks] = field(default_factory=list)
-    published: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    published: dict[int, tuple[tuple[int, int], Any]] = field(default_factory=dict)
     """index -> P's block and its content when it was published."""
     room: ReceiveInto | None = None
     landed: set[int] = field(default_factory=set)
@@ -191,9 +191,9 @@ class Pair:
                 continue
             assert transfer.wanted, "settled before it was wanted"
             transfer.source_holds.append(message.hold)
-            for index, block in enumerate(message.hold.block_ids, message.first_index):
+            for index, place in enumerate(places_of(message.hold), message.first_index):
                 assert index not in transfer.published, "published twice"
-                transfer.published[index] = (block, self.p.kv_cache[block].tolist())
+                transfer.published[index] = (place, block_at(self.p, place).tolist())
 
     def _step_d(self) -> None:
         self.d.step()
@@ -238,7 +238,7 @@ class Pair:
         if transfer.over:
             return  # its source serves no more reads
         before = transfer.num_landed
-        for offset, block in enumerate(room.hold.block_ids):
+        for offset, place in enumerate(places_of(room.hold)):
             index = room.first_index + offset
             if (
                 index in transfer.published
@@ -246,8 +246,8 @@ class Pair:
                 and (self.steady or self.random.random() < 0.5)
             ):
                 source, content = transfer.published[index]
-                assert self.p.kv_cache[source].tolist() == content, "a pinned block was written to"
-                self.d.kv_cache[block] = self.p.kv_cache[source]
+                assert block_at(self.p, source).tolist() == content, "a pinned block was written to"
+                block_at(self.d, place).copy_(block_at(self.p, source))
                 transfer.landed.add(index)
         if transfer.num_landed > before:
             self._post("d", Landed(request_id, transfer.num_landed))
@@ -268,9 +268,9 @@ class Pair:
     def _drain(self, request_id: str, transfer: Transfer) -> None:
         room = transfer.room
         assert room is not None
-        for offset, block in enumerate(room.hold.block_ids):
+        for offset, place in enumerate(places_of(room.hold)):
             if room.first_index + offset not in transfer.landed:
-                self.d.kv_cache[block] = RUBBISH
+                block_at(self.d, place).fill_(RUBBISH)
         if self.steady or self.random.random() < 0.2:
             self._return_room(request_id, transfer)
             self._end_source(transfer)
@@ -313,3 +313,14 @@ class Pair:
             finish_reason=rest.finish_reason,
             error_code=rest.error_code,
         )
+
+
+def places_of(hold: PinnedBlocks) -> list[tuple[int, int]]:
+    """(shape, row) of each block."""
+    return list(zip(hold.shapes, hold.rows, strict=True))
+
+
+def block_at(engine: Harness, place: tuple[int, int]) -> Any:
+    """The content of a block."""
+    shape, row = place
+    return engine.pools[shape][row]

@@ -36,12 +36,19 @@ def packed_batch(
 
 def model_inputs(
     decoder: AnyDecoder,
-    attention: AttentionBackend,
+    attention: AttentionBackend | Sequence[AttentionBackend],
     batch: AttentionBatch,
     token_ids: Sequence[int] | None,
     before_layer: Callable[[], None] | None = None,
     inputs_embeds: Tensor | None = None,
 ) -> ModelInputs:
-    plans = {spec: attention.plan(batch, spec) for specs in decoder.attention_specs for spec in specs}
+    """attention: of all KV cache groups, or of each, with the same block tables."""
+    groups = len(decoder.attention_specs)
+    backends = attention if isinstance(attention, Sequence) else [attention] * groups
+    plans = {
+        spec: backend.plan(batch, spec)
+        for backend, specs in zip(backends, decoder.attention_specs, strict=True)
+        for spec in specs
+    }
     ids = None if token_ids is None else torch.tensor(token_ids, device=batch.positions.device)
     return ModelInputs(batch, plans, ids, inputs_embeds, before_layer)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
-from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.kv_cache import make_kv_caches, pools_of, shapes_of
 from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from tests.support.kernels.attention_batches import model_inputs, packed_batch
@@ -30,16 +30,16 @@ class PagedRun:
     ) -> None:
         self.decoder = decoder
         self.block_size = block_size
-        self.kv_cache = make_kv_cache(
-            decoder.config.kv_layout(block_size, "test", shard, cache_dtype).shapes[0], num_blocks
-        )
-        if cache_dtype is None:
-            huge = torch.finfo(self.kv_cache.dtype).max
-            poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=self.kv_cache.dtype)
-            self.kv_cache.view(-1, 4).copy_(poison)
-        else:
-            self.kv_cache.view(torch.uint8).fill_(0xFF)  # scales that are NaN
-        self.attention = TorchAttentionBackend(self.kv_cache, decoder.dtype)
+        groups = decoder.config.kv_cache_groups(block_size, "test", shard, cache_dtype)
+        self.kv_caches = make_kv_caches(groups, [num_blocks] * len(shapes_of(groups)))
+        for kv_cache in pools_of(self.kv_caches):
+            if cache_dtype is None:
+                huge = torch.finfo(kv_cache.dtype).max
+                poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=kv_cache.dtype)
+                kv_cache.view(-1, 4).copy_(poison)
+            else:
+                kv_cache.view(torch.uint8).fill_(0xFF)  # scales that are NaN
+        self.attention = [TorchAttentionBackend(kv_cache, decoder.dtype) for kv_cache in self.kv_caches]
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}

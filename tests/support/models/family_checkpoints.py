@@ -51,6 +51,11 @@ _YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
     "mscale_all_dim": 0.8, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+_MIMO: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16, "sliding_window": 19,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "mlp_layer_types": None,
+}  # fmt: skip
 OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "deepseek_v2": [
         {**_LATENT, **_SMALL_EXPERTS, "topk_method": "greedy"},
@@ -93,6 +98,18 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "attention_bias": True,
             "kv_lora_rank": 33,
             "qk_nope_head_dim": 7,
+        },
+    ],
+    "mimo_v2_flash": [
+        {**_MIMO, "layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4},
+        {
+            **_MIMO,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "n_group": 2,
+            "routed_scaling_factor": 1.3,
         },
     ],
     "minicpm3": [
@@ -269,5 +286,14 @@ def make_latent_model(folder: Path, family: str = "deepseek_v3") -> Path:
     """A checkpoint of a family with latent attention, and its tokenizer; returns its folder."""
     folder.mkdir(exist_ok=True)
     make_family(folder, family, cases(family)[0])
+    save_tokenizer(folder)
+    return folder
+
+
+def make_mixed_model(folder: Path) -> Path:
+    """A checkpoint of MiMo V2, whose layers with a window have twice the KV heads of the others, and its tokenizer; returns its
+    folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, "mimo_v2_flash", cases("mimo_v2_flash")[0])
     save_tokenizer(folder)
     return folder

@@ -260,7 +260,7 @@ class ReceiverTransfer:
             self.fail(error)
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
-        """Handle the end of the source's prefill; fails if the request digests differ."""
+        """Handle the end of the source's prefill; fails if the request digests differ, or if blocks are missing: no more come."""
         if self._source_finished or self.is_ending:
             return
         if self._local_blocks is None:
@@ -268,6 +268,11 @@ class ReceiverTransfer:
             return
         if request_digest != self.source.request_digest:
             self.fail(DigestMismatch("the source computed another request: the digests differ"))
+            return
+        if self.num_published < self.num_blocks and not self._falls_back:
+            self.fail(
+                TransferFailed(f"the source finished after {self.num_published} of {self.num_blocks} wanted blocks")
+            )
             return
         self._source_finished = True
         self._events.source_finished(self, num_tokens, token_ids)

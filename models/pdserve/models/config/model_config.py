@@ -117,7 +117,7 @@ class ModelConfig:
             value_dim=None if self.latent is None else self.latent.kv_lora_rank,
             window=self.sliding_windows[layer],
             softcap=self.family.attention_softcap,
-            sinks=self.family.has_sinks,
+            sinks=self.family.has_layer_sinks(layer),
             kv_cache_group=self.kv_cache_place(layer)[0],
         )
 
@@ -173,7 +173,8 @@ class ModelConfig:
         """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
         dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
         dimensions |= self.family.inner_sizes(self.intermediate_size)
-        verify_sharding(size, dimensions, self.num_kv_heads, f"{folder / 'config.json'}")
+        for num_kv_heads in sorted({self.layer_kv_heads(layer) for layer in range(self.num_layers)}):
+            verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
 
     def kv_cache_groups(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
@@ -339,6 +340,10 @@ class FamilyLayers:
         """True for a weight of a part that is not computed."""
         found = re.match(r"model\.layers\.(\d+)\.", weight) if self.has_draft_layers else None
         return found is not None and int(found[1]) >= num_layers
+
+    def has_layer_sinks(self, layer: int) -> bool:
+        """See `AttentionSpec.sinks`."""
+        return self.has_sinks
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""

@@ -10,11 +10,18 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def rope_of_layer_type(
-    config: JsonObject, layer_type: str, head_dim: int, max_positions: int, default_theta: float
+    config: JsonObject,
+    layer_type: str,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float,
+    *,
+    default_rotary_factor: float | None = None,
 ) -> RopeParameters:
     """`rope_parameters` of `layer_type`; `rope_scaling`, as older files have it, is only for layers without windows.
 
-    default_theta: used where `rope_parameters` has none. Raises: ConfigError, UnsupportedModel.
+    default_theta: used where `rope_parameters` has none. default_rotary_factor: part of a head that is rotated, likewise; None: all
+    of it. Raises: ConfigError, UnsupportedModel.
     """
     by_type = config.child("rope_parameters") or JsonObject({}, config.where)
     for name in by_type.names:
@@ -29,4 +36,7 @@ def rope_of_layer_type(
     # transformers looks for it next to the layer types, where it is not
     fields.pop("truncate", None)
     alone = JsonObject({"rope_parameters": fields}, config.where)
-    return RopeParameters.from_config(alone, head_dim, max_positions, default_theta=default_theta)
+    return RopeParameters.from_config(
+        alone, head_dim, max_positions, default_theta=default_theta,
+        default_rotary_factor=default_rotary_factor or 1.0, may_be_partial=default_rotary_factor is not None,
+    )  # fmt: skip

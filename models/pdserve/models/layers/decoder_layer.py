@@ -99,6 +99,7 @@ class DecoderLayer:
             or not isinstance(attention, SelfAttention)
             or attention.projection_norm is not None
             or attention.sinks is not None
+            or attention.value_dim is not None
         ):
             return None
         return LayerParts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class SelfAttention:
     """Normalises all queries and all keys of a token before the rotation; None: no norm."""
     sinks: Tensor | None = None
     """`[Hq]`, of a spec that has them."""
+    value_dim: int | None = None
+    """Numbers of a value where they are fewer than those of a key; the others are zeros in the cache. None: as many."""
+    value_scale: float = 1.0
+    """Factor of all values, which is that of the result."""
 
     @classmethod
     def load(
@@ -54,12 +59,15 @@ class SelfAttention:
         qk_norm_offset: float = 0.0,
         norms_projection: bool = False,
         is_fused: bool = False,
+        value_dim: int | None = None,
+        value_scale: float = 1.0,
+        sinks: str = "sinks",
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
-        in place of the three. Raises: ConfigError.
+        in place of the three. sinks: name of the weight of a spec that has them. Raises: ConfigError.
         """
         shard = weights.shard
         own = replace(
@@ -76,19 +84,25 @@ class SelfAttention:
             index=index,
             spec=own,
             order=order,
-            qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused),
+            qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim),
             qk_norm=qk_norm,
             output=weights.row_parallel(
-                f"{prefix}.o_proj", hidden_size, spec.num_heads * spec.head_dim, bias=output_bias
+                f"{prefix}.o_proj", hidden_size, spec.num_heads * (value_dim or spec.head_dim), bias=output_bias
             ),
             projection_norm=projection_norm,
-            sinks=_load_sinks(weights, prefix, spec.num_heads) if spec.sinks else None,
+            sinks=_load_sinks(weights, f"{prefix}.{sinks}", spec.num_heads) if spec.sinks else None,
+            value_dim=value_dim,
+            value_scale=value_scale,
         )
 
     def attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
-        """x `[T, H]`, phases `[T, 1, D / 2]` -> `[T, Hq * D]`, the input of `output`. Writes keys and values into the cache."""
+        """x `[T, H]`, phases `[T, 1, D / 2]` -> `[T, Hq * Dv]`, the input of `output`. Writes keys and values into the cache."""
         q, k, v = self.store(x, phases, plan, ops)
-        return plan.attend(self.index, q, k, v) if self.sinks is None else plan.attend(self.index, q, k, v, self.sinks)
+        found = plan.attend(self.index, q, k, v) if self.sinks is None else plan.attend(self.index, q, k, v, self.sinks)
+        if self.value_dim is None:
+            return found
+        values = found.view(len(x), self.spec.num_heads, -1)[..., : self.value_dim]
+        return (values * self.value_scale).flatten(1)
 
     def store(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> tuple[Tensor, Tensor, Tensor]:
         """Write keys and values into the cache. Arguments of `attend` -> q `[T, Hq, D]`, k and v `[T, Hkv, D]`."""
@@ -109,8 +123,8 @@ def _load_qk_norm(
     return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
 
 
-def _load_sinks(weights: WeightLoader, prefix: str, num_heads: int) -> Tensor:
-    return weights.tensor(f"{prefix}.sinks", num_heads, part=weights.shard.part(0, num_heads))
+def _load_sinks(weights: WeightLoader, name: str, num_heads: int) -> Tensor:
+    return weights.tensor(name, num_heads, part=weights.shard.part(0, num_heads))
 
 
 def _load_projection_norm(
@@ -144,21 +158,33 @@ def _load_qkv(
     hidden_size: int,
     bias: bool,
     is_fused: bool,
+    value_dim: int | None,
 ) -> Linear:
-    """spec: with the heads of all ranks."""
+    """spec: with the heads of all ranks. value_dim: values with fewer numbers than keys are padded with zeros."""
     matrices, biases = [], []
     all_rows, first = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 0
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
-        rows, part = heads * spec.head_dim, _own_rows(weights.shard, heads, spec.head_dim)
+        size = value_dim if name == "v" and value_dim is not None else spec.head_dim
+        rows, part = heads * size, _own_rows(weights.shard, heads, size)
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
             matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, hidden_size, Part(0, start, stop))
             first += rows
         else:
             matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
-        matrices.append(matrix if name == "v" else with_rows(matrix, order.paired))
+        arranged = partial(_padded_heads, size=size, padded=spec.head_dim) if name == "v" else order.paired
+        matrices.append(with_rows(matrix, arranged))
         if bias:
-            added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)
-            biases.append(added if name == "v" else order.paired(added))
+            biases.append(arranged(weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)))
     weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
     return make_linear(weight, torch.cat(biases) if biases else None)
+
+
+def _padded_heads(rows: Tensor, *, size: int, padded: int) -> Tensor:
+    """Rows `[heads * size, ...]`, with zeros after those of each head."""
+    if size == padded:
+        return rows
+    heads = rows.view(-1, size, *rows.shape[1:])
+    made = heads.new_zeros((len(heads), padded, *rows.shape[1:]))
+    made[:, :size] = heads
+    return made.flatten(0, 1)

@@ -1,0 +1,91 @@
+"""Blocks of different shapes through a prefill and a decode worker: texts of `transformers`, every shape's blocks, whole pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.errors import TransferFailed
+from pdserve.common.transfer_order import TransferOrder
+from pdserve.engine.ranks import rank_processes
+from pdserve.kv_transfer.control.source_transfer import SourceTransfer
+from tests.support.engine.forked_engine import start_rank
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import make_mixed_model
+from tests.support.models.oracle import Oracle
+from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
+
+FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 32, "max_num_batched_tokens": 32}
+WINDOWS = (0, 19)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mixed_model(tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+def num_sent(num_tokens: int) -> int:
+    return len(TransferOrder.of(WINDOWS, num_tokens, BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("connector", ["tcp", "nixl"])
+async def test_i1_texts_over_each_connector(folder: Path, oracle: Oracle, connector: str) -> None:
+    if connector == "nixl":
+        pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+    async with running_pair(folder, connector=connector, **FIELDS) as pair:
+        assert pair.d.identity.layout.group_windows == WINDOWS
+        assert [shape.num_kv_heads for shape in pair.d.identity.layout.shapes] == [1, 2]
+        for length in (5, 16, 17, 70, 200):
+            answer = await ask(pair, prompt_of(length))
+            oracle.check(prompt_of(length), answer.token_ids)
+            assert answer.num_landed == num_sent(length)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
+async def test_i1_ranks_move_their_parts_of_every_shape(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, prefill: int, decode: int
+) -> None:
+    """One KV head, which all ranks have, in one shape; two, which they share, in the other."""
+    monkeypatch.setattr(rank_processes, "start_program", start_rank)
+    async with running_pair(
+        folder, prefill={"tensor_parallel_size": prefill}, decode={"tensor_parallel_size": decode}, **FIELDS
+    ) as pair:
+        for length in (5, 16, 70):
+            answer = await ask(pair, prompt_of(length))
+            oracle.check(prompt_of(length), answer.token_ids)
+            assert answer.num_landed == num_sent(length)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+async def test_i14_a_source_that_publishes_blocks_of_one_shape_only_lets_nothing_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that these are all, and what the prompt's first token is."""
+    settled = SourceTransfer.settled
+
+    def partly(
+        transfer: SourceTransfer, first_index: int, blocks: Sequence[int], digests: Sequence[tuple[int, ...]]
+    ) -> None:
+        order = TransferOrder.of(WINDOWS, 70, BLOCK_SIZE).blocks(first_index, first_index + len(blocks))
+        kept = [place for place, (group, _) in enumerate(order) if group == 0]
+        transfer._wanted = (0, len(kept))
+        settled(transfer, first_index, [blocks[place] for place in kept], [digests[place] for place in kept])
+
+    monkeypatch.setattr(SourceTransfer, "settled", partly)
+    async with running_pair(folder, **FIELDS) as pair:
+        with pytest.raises(TransferFailed, match=r"the source finished after \d of 7 wanted blocks"):
+            await ask(pair, prompt_of(70))
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
