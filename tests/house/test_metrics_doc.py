@@ -82,7 +82,7 @@ def key_registry() -> CollectorRegistry:
 
 def worker_registry() -> CollectorRegistry:
     registry = make_registry(None)
-    layout = SimpleNamespace(block_bytes=1, total_block_bytes=1, model_fingerprint="f")
+    layout = SimpleNamespace(mean_block_bytes=1, shapes=[SimpleNamespace(block_bytes=1)], model_fingerprint="f")
     identity = SimpleNamespace(worker_id="w", role_name="decode", layout=layout, connectors=("tcp",))
     totals = StepTotals()
     totals.add(ModelRunnerStats(layer_s=[0.0]))

@@ -146,7 +146,7 @@ def test_embeddings_take_the_place_of_token_ids(tiny_checkpoints: Any) -> None:
 def test_layers_of_one_kind_share_a_spec(tiny_checkpoints: Any) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
     decoder = load_decoder(tiny_checkpoints("qwen2", **windows))
-    assert [[spec.window for spec in specs] for specs in decoder.attention_specs] == [[None, 9]]
+    assert [[getattr(spec, "window", "none") for spec in specs] for specs in decoder.attention_specs] == [[None, 9]]
     [specs] = load_decoder(tiny_checkpoints("llama")).attention_specs
     assert len(specs) == 1
 

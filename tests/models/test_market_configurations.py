@@ -112,6 +112,15 @@ LOADS: dict[str, dict[str, Any]] = {
         image_token_id=300, video_token_id=301, vision_start_token_id=302, vision_end_token_id=303, vision_config=VISION,
         tie_word_embeddings=False,
     ),
+    "several kinds of KV heads, fp8 in blocks": text(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash", num_key_value_heads=1, head_dim=24, v_head_dim=16, rope_theta=5000000,
+        swa_rope_theta=10000, partial_rotary_factor=0.334, sliding_window=128, sliding_window_size=128, attention_chunk_size=128,
+        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=24, swa_v_head_dim=16, hybrid_layer_pattern=[0, 1],
+        moe_layer_freq=[0, 1], moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=None, num_experts_per_tok=2,
+        norm_topk_prob=True, scoring_func="sigmoid", n_group=1, topk_group=1, topk_method="noaux_tc", routed_scaling_factor=None,
+        layernorm_epsilon=1e-6, attention_bias=False, attention_value_scale=0.707, add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False, quantization_config=BLOCKS,
+    ),
     "latent attention, fp8 in blocks": text(
         "DeepseekV3ForCausalLM", "deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
@@ -168,13 +177,6 @@ NEEDS: dict[str, tuple[dict[str, Any], str]] = {
     "layers of different shapes": (
         text("DeciLMForCausalLM", "nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": 8}}]),
         "needs layers of different shapes",
-    ),
-    "several kinds of KV heads": (
-        text(
-            "MiMoV2FlashForCausalLM", "mimo_v2_flash", layer_types=["full_attention", "sliding_attention"], sliding_window=128,
-            swa_num_key_value_heads=4, swa_num_attention_heads=4,
-        ),
-        "different KV heads",
     ),
     "code of the checkpoint": (
         text("StrangeForCausalLM", "strange", auto_map={"AutoModelForCausalLM": "modeling.Strange"}), "StrangeForCausalLM",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,41 +12,47 @@ from pdserve.common.errors import TransferFailed
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.ranks import rank_processes
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
+from pdserve.models.kv_cache import STATE_WINDOW
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.family_checkpoints import make_mixed_model
+from tests.support.models.family_checkpoints import make_mixed_model, make_state_model
 from tests.support.models.oracle import Oracle
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 32, "max_num_batched_tokens": 32}
-WINDOWS = (0, 19)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_mixed_model(tmp_path_factory.mktemp("mixed"))
+class Model(NamedTuple):
+    folder: Path
+    oracle: Oracle
+    windows: tuple[int, ...]
+    num_heads: tuple[int, ...]
+    """Of each shape."""
+
+    def num_sent(self, num_tokens: int) -> int:
+        return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
-
-
-def num_sent(num_tokens: int) -> int:
-    return len(TransferOrder.of(WINDOWS, num_tokens, BLOCK_SIZE))
+@pytest.fixture(scope="module", params=["mixed", "states"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Layers with a window have twice the KV heads of others, or a state in place of keys and values."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "mixed":
+        return Model(make_mixed_model(folder), Oracle(folder), (0, 19), (1, 2))
+    return Model(make_state_model(folder), Oracle(folder), (0, STATE_WINDOW), (2, 4))
 
 
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])
-async def test_i1_texts_over_each_connector(folder: Path, oracle: Oracle, connector: str) -> None:
+async def test_i1_texts_over_each_connector(model: Model, connector: str) -> None:
     if connector == "nixl":
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    async with running_pair(folder, connector=connector, **FIELDS) as pair:
-        assert pair.d.identity.layout.group_windows == WINDOWS
-        assert [shape.num_kv_heads for shape in pair.d.identity.layout.shapes] == [1, 2]
+    async with running_pair(model.folder, connector=connector, **FIELDS) as pair:
+        assert pair.d.identity.layout.group_windows == model.windows
+        assert tuple(shape.num_kv_heads for shape in pair.d.identity.layout.shapes) == model.num_heads
         for length in (5, 16, 17, 70, 200):
             answer = await ask(pair, prompt_of(length))
-            oracle.check(prompt_of(length), answer.token_ids)
-            assert answer.num_landed == num_sent(length)
+            model.oracle.check(prompt_of(length), answer.token_ids)
+            assert answer.num_landed == model.num_sent(length)
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
 
@@ -54,23 +60,23 @@ async def test_i1_texts_over_each_connector(folder: Path, oracle: Oracle, connec
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
 async def test_i1_ranks_move_their_parts_of_every_shape(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, prefill: int, decode: int
+    model: Model, monkeypatch: pytest.MonkeyPatch, prefill: int, decode: int
 ) -> None:
-    """One KV head, which all ranks have, in one shape; two, which they share, in the other."""
+    """Of MiMo one KV head, which all ranks have, in one shape; two, which they share, in the other."""
     monkeypatch.setattr(rank_processes, "start_program", start_rank)
     async with running_pair(
-        folder, prefill={"tensor_parallel_size": prefill}, decode={"tensor_parallel_size": decode}, **FIELDS
+        model.folder, prefill={"tensor_parallel_size": prefill}, decode={"tensor_parallel_size": decode}, **FIELDS
     ) as pair:
         for length in (5, 16, 70):
             answer = await ask(pair, prompt_of(length))
-            oracle.check(prompt_of(length), answer.token_ids)
-            assert answer.num_landed == num_sent(length)
+            model.oracle.check(prompt_of(length), answer.token_ids)
+            assert answer.num_landed == model.num_sent(length)
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
 
 
 async def test_i14_a_source_that_publishes_blocks_of_one_shape_only_lets_nothing_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says that these are all, and what the prompt's first token is."""
     settled = SourceTransfer.settled
@@ -78,14 +84,14 @@ async def test_i14_a_source_that_publishes_blocks_of_one_shape_only_lets_nothing
     def partly(
         transfer: SourceTransfer, first_index: int, blocks: Sequence[int], digests: Sequence[tuple[int, ...]]
     ) -> None:
-        order = TransferOrder.of(WINDOWS, 70, BLOCK_SIZE).blocks(first_index, first_index + len(blocks))
+        order = TransferOrder.of(model.windows, 70, BLOCK_SIZE).blocks(first_index, first_index + len(blocks))
         kept = [place for place, (group, _) in enumerate(order) if group == 0]
         transfer._wanted = (0, len(kept))
         settled(transfer, first_index, [blocks[place] for place in kept], [digests[place] for place in kept])
 
     monkeypatch.setattr(SourceTransfer, "settled", partly)
-    async with running_pair(folder, **FIELDS) as pair:
-        with pytest.raises(TransferFailed, match=r"the source finished after \d of 7 wanted blocks"):
+    async with running_pair(model.folder, **FIELDS) as pair:
+        with pytest.raises(TransferFailed, match=r"the source finished after \d of [67] wanted blocks"):
             await ask(pair, prompt_of(70))
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)

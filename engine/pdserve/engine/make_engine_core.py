@@ -21,7 +21,7 @@ from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.layer_plans import LayerBackend
 
 
 def make_engine_core(
@@ -33,7 +33,7 @@ def make_engine_core(
     outbox: KvOutbox | None = None,
     grammars: GrammarCompiler | None = None,
     logits_processors: LogitsProcessors | None = None,
-    attention: Sequence[AttentionBackend] | None = None,
+    attention: Sequence[LayerBackend] | None = None,
     lora: LoraRunner | None = None,
     ranks: OtherRanks | None = None,
     host_caches: Sequence[Tensor] | None = None,

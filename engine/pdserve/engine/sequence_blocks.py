@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import gt
 
 from pdserve.engine.kv_cache.block_pool import BlockCounts
-from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec
+from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec, StateSpec
 
 
 def num_window_blocks(window: int, block_size: int, step_tokens: int) -> int:
@@ -24,7 +24,7 @@ def max_sequence_blocks(
     specs: of the KV cache groups. With one group all of its blocks, with or without a window: a transfer source keeps them.
     """
     num_blocks = -(-num_tokens // block_size)
-    if len(specs) == 1:
+    if len(specs) == 1 and not isinstance(specs[0], StateSpec):
         return (num_blocks,)
     counts = [0] * (max(spec.shape for spec in specs) + 1)
     for spec in specs:
@@ -33,6 +33,8 @@ def max_sequence_blocks(
 
 
 _MAX_BLOCKS = 1 << 48
+_STATES = 2
+"""Of a sequence: the one that a step reads and the one that it writes."""
 
 
 def max_sequence_tokens(
@@ -52,4 +54,4 @@ def max_sequence_tokens(
 def _limit(spec: KVCacheSpec, num_blocks: int, block_size: int, step_tokens: int) -> int:
     if isinstance(spec, SlidingWindowSpec):
         return num_window_blocks(spec.sliding_window, block_size, step_tokens)
-    return num_blocks
+    return _STATES if isinstance(spec, StateSpec) else num_blocks

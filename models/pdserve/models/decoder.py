@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention.attention_backend import AttentionPlan
-from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.cpu.linear import OutputHead
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerPlan, LayerSpec, attention_plan
 from pdserve.kernels.layers.fused_layers import FusedLayers
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import mrope_phases, rotary_phases
@@ -96,7 +95,7 @@ class Decoder:
         self._spec_indices = [self._specs.index(spec) for spec in specs]
         self._fused: tuple[LayerOps, FusedLayers | None] | None = None
         """The operations of the last step, and the result of their `fuse_layers`."""
-        self.attention_specs: tuple[tuple[AttentionSpec, ...], ...] = tuple(
+        self.attention_specs: tuple[tuple[LayerSpec, ...], ...] = tuple(
             tuple(dict.fromkeys(specs[layer] for layer in group)) for group in config.kv_cache_group_layers
         )
         """Different specs of the layers, per KV cache group."""
@@ -150,7 +149,7 @@ class Decoder:
             norm = next_norm if added is None else None
             rows = inputs.output_rows if layer is last and added is None else None
             if rows is not None and len(rows) == 0:
-                layer.attention.store(x, phases[rope], plans[spec], inputs.ops)
+                layer.store(x, phases[rope], plans[spec], inputs.ops)
                 return x[:0]
             residual, x, carried = layer.forward(
                 residual, x, norm, phases[rope], plans[spec], inputs.ops, rows, carried
@@ -162,7 +161,7 @@ class Decoder:
         return x if added is None else inputs.read_rows(x)
 
     def _in_one_call(
-        self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[AttentionPlan], inputs: ModelInputs
+        self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[LayerPlan], inputs: ModelInputs
     ) -> Tensor | None:
         """The last hidden states; None if the layers are to be called one by one. Arguments: of the first layer."""
         if inputs.is_by_layer or inputs.deepstack:
@@ -174,7 +173,7 @@ class Decoder:
             self._fused = inputs.ops, inputs.ops.fuse_layers(known) if len(known) == len(parts) else None
         if (fused := self._fused[1]) is None:
             return None
-        of_layers = [plans[index] for index in self._spec_indices]
+        of_layers = [attention_plan(plans[index]) for index in self._spec_indices]
         return fused(residual, x, phases, of_layers, inputs.output_rows, inputs.before_layer)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

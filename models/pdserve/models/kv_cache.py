@@ -32,15 +32,31 @@ class SlidingWindowSpec:
     """As of `FullAttentionSpec`."""
 
 
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
-"""The kind of a group: which keys and values of a sequence its layers need."""
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The state after a sequence's last token is kept, and some after earlier ones."""
+
+    shape: int = 0
+    """As of `FullAttentionSpec`."""
+
+
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | StateSpec
+"""The kind of a group: which keys and values, or states, of a sequence its layers need."""
+STATE_WINDOW = 2
+"""The next token needs the block at the last one, as if it attended to that one and itself."""
 
 
 def group_windows(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
     """See `KvLayout.group_windows`. specs: of all groups. An only group has none: a transfer moves all of its blocks."""
-    if len(specs) == 1:
+    if len(specs) == 1 and not isinstance(specs[0], StateSpec):
         return (0,)
-    return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
+    return tuple(_window(spec) for spec in specs)
+
+
+def _window(spec: KVCacheSpec) -> int:
+    if isinstance(spec, StateSpec):
+        return STATE_WINDOW
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
 
 
 @dataclass(frozen=True, slots=True)

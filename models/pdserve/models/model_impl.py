@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import ModelImpl
-from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.layer_plans import LayerSpec
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.load_encoder_decoder import (
     encoder_decoder_architecture,
@@ -48,7 +48,7 @@ class AnyDecoder(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]: ...
+    def attention_specs(self) -> Sequence[Sequence[LayerSpec]]: ...
 
     @property
     def classifier(self) -> ClassificationHead | None: ...

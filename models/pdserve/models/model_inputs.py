@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch
-from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerPlan, LayerSpec
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.encoder_decoder_step import EncoderDecoderStep
 
@@ -23,7 +22,7 @@ class ModelInputs:
 
     batch: AttentionBatch
     """The first KV cache group's batch; positions and lengths are those of all groups."""
-    plans: Mapping[AttentionSpec, AttentionPlan]
+    plans: Mapping[LayerSpec, LayerPlan]
     """A plan for each of the model's `attention_specs`, over its group's cache."""
     token_ids: Tensor | None = None
     """`[T]` int64."""

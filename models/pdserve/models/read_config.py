@@ -47,7 +47,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         num_kv_heads, head_dim, rotary_dim = 1, latent.row_dim, latent.rope_dim
     max_positions = config.integer("max_position_embeddings")
     rope = family.read_rope(config, rotary_dim, max_positions)
-    rms_norm_eps = config.number("rms_norm_eps", family.default_rms_norm_eps)
+    rms_norm_eps = config.number(family.norm_eps_field, family.default_rms_norm_eps)
     options: ModelFamily = family.read(config, num_layers)
     derived_max_model_len = rope.derived_max_positions(max_positions)
     own = Dimensions(

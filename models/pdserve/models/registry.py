@@ -12,6 +12,7 @@ from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
+from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.longcat_flash import LongcatFlash
 from pdserve.models.families.mimo_v2 import MiMoV2
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Glm4MoeLiteForCausalLM": Glm4MoeLite,
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
+    "Lfm2ForCausalLM": Lfm2,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
     "MiMoV2FlashForCausalLM": MiMoV2,

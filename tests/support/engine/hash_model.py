@@ -17,6 +17,7 @@ from torch import Tensor
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.layer_plans import attention_plan
 from pdserve.models.model_inputs import ModelInputs
 
 VOCAB_SIZE = 64
@@ -223,7 +224,7 @@ class HashModel:
         self.batches.append((inputs.batch.num_decodes, total - inputs.batch.num_decodes))
         found = np.zeros((total, 1), np.int64)
         for group, [spec] in enumerate(self.attention_specs):
-            plan = inputs.plans[spec]
+            plan = attention_plan(inputs.plans[spec])
             values = _stored(inputs.token_ids.numpy(), inputs.positions.numpy(), group)
             stored = torch.from_numpy(values).view(-1, 1, 1)
             plan.store(0, stored, stored)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.layer_plans import LayerBackend, plan_of
 from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.model_inputs import ModelInputs
 
@@ -36,7 +36,7 @@ def packed_batch(
 
 def model_inputs(
     decoder: AnyDecoder,
-    attention: AttentionBackend | Sequence[AttentionBackend],
+    attention: LayerBackend | Sequence[LayerBackend],
     batch: AttentionBatch,
     token_ids: Sequence[int] | None,
     before_layer: Callable[[], None] | None = None,
@@ -46,7 +46,7 @@ def model_inputs(
     groups = len(decoder.attention_specs)
     backends = attention if isinstance(attention, Sequence) else [attention] * groups
     plans = {
-        spec: backend.plan(batch, spec)
+        spec: plan_of(backend, batch, spec)
         for backend, specs in zip(backends, decoder.attention_specs, strict=True)
         for spec in specs
     }

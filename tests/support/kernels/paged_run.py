@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
-from pdserve.models.kv_cache import make_kv_caches, pools_of, shapes_of
+from pdserve.kernels.state.state_backend import StateBackend
+from pdserve.models.kv_cache import StateSpec, make_kv_caches, pools_of, shapes_of
 from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from tests.support.kernels.attention_batches import model_inputs, packed_batch
@@ -36,10 +37,16 @@ class PagedRun:
             if cache_dtype is None:
                 huge = torch.finfo(kv_cache.dtype).max
                 poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=kv_cache.dtype)
-                kv_cache.view(-1, 4).copy_(poison)
+                flat = kv_cache.view(-1)
+                flat.copy_(poison.repeat(-(-len(flat) // 4))[: len(flat)])
             else:
                 kv_cache.view(torch.uint8).fill_(0xFF)  # scales that are NaN
-        self.attention = [TorchAttentionBackend(kv_cache, decoder.dtype) for kv_cache in self.kv_caches]
+        self.attention = [
+            StateBackend(kv_cache, block_size)
+            if isinstance(group.spec, StateSpec)
+            else TorchAttentionBackend(kv_cache, decoder.dtype)
+            for group, kv_cache in zip(groups, self.kv_caches, strict=True)
+        ]
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}

@@ -167,6 +167,20 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         },
         {**_LATENT, **_ZERO_EXPERTS, "n_routed_experts": 2, "zero_expert_num": 9, "rope_parameters": _YARN},
     ],
+    "lfm2": [
+        {
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "block_auto_adjust_ff_dim": False,
+        },
+        {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "num_hidden_layers": 3,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_multiple_of": 8,
+        },
+    ],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
     "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
     "mixtral": [
@@ -295,5 +309,13 @@ def make_mixed_model(folder: Path) -> Path:
     folder."""
     folder.mkdir(exist_ok=True)
     make_family(folder, "mimo_v2_flash", cases("mimo_v2_flash")[0])
+    save_tokenizer(folder)
+    return folder
+
+
+def make_state_model(folder: Path, family: str = "lfm2") -> Path:
+    """A checkpoint of a family with states in some layers, and its tokenizer; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, family, cases(family)[0])
     save_tokenizer(folder)
     return folder

@@ -14,6 +14,7 @@ from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
     RestingBlocks,
     SingleTypeKVCacheManager,
     SlidingWindowManager,
+    StateManager,
     make_manager,
 )
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
@@ -168,6 +169,11 @@ class KVCacheCoordinator:
             for manager in self.managers
         )
 
+    @property
+    def has_states(self) -> bool:
+        """True if a group has states, which no step can take back."""
+        return any(isinstance(manager, StateManager) for manager in self.managers)
+
     def rest(self, request: Request) -> list[RestingBlocks]:
         """Release the references of a sequence whose blocks may be revived; returns its tables."""
         return [manager.rest(request) for manager in self.managers]
@@ -177,7 +183,8 @@ class KVCacheCoordinator:
         counts: Counter[int] = Counter()
         for manager in self.managers:
             for request_id, table in manager.tables.items():
-                counts.update(block.block_id for block in table[manager.num_null[request_id] :])
+                table = table[manager.num_null[request_id] :]
+                counts.update(block.block_id for block in table if block is not NULL_BLOCK)
         return counts
 
 

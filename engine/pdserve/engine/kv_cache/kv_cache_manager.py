@@ -147,6 +147,15 @@ class KVCacheManager:
     def _of_groups(self, room: int | Room) -> Room:
         return (room,) * self.num_groups if isinstance(room, int) else room
 
+    def chunk(self, request: Request, num_computed_tokens: int, num_tokens: int) -> int:
+        """Tokens of a step that may compute `num_tokens` of a sequence. With states no more than up to the last full block: the prefix
+        cache has the state where a step ends."""
+        if num_tokens <= 1 or not self.coordinator.has_states or not self.pool.enables_caching:
+            return num_tokens
+        end = min(num_computed_tokens + num_tokens, request.num_tokens - 1)
+        num_full = end // self.block_size * self.block_size
+        return num_full - num_computed_tokens if num_full > num_computed_tokens else num_tokens
+
     def allocate_slots(
         self,
         request: Request,
@@ -215,7 +224,7 @@ class KVCacheManager:
         """Drop the KV and hashes after a sequence's first `num_tokens` tokens, of which the last is to be computed again.
 
         A block that the cache knows is never written again, so a partly dropped one leaves the table. The sequence loses all its
-        blocks if its window then reaches back to some that were freed.
+        blocks if its window then reaches back to some that were freed, or if its state is that of a dropped token.
         """
         num_full, num_in_last = divmod(num_tokens - 1, self.block_size)
         del request.block_hashes[num_full:]
@@ -226,8 +235,10 @@ class KVCacheManager:
             manager.drop_from(request, num_full + keeps_last)
         self._num_remembered[request.request_id] = min(self._num_remembered[request.request_id], num_full)
         limit = num_tokens - 1 if keeps_last else num_full * self.block_size
+        goes_back = request.num_computed_tokens > limit
         request.num_computed_tokens = min(request.num_computed_tokens, limit)
-        if self.coordinator.sees_freed(request, request.num_computed_tokens):
+        lacks_state = goes_back and self.coordinator.has_states
+        if lacks_state or self.coordinator.sees_freed(request, request.num_computed_tokens):
             self.free(request)
             request.num_computed_tokens = 0
 

@@ -13,7 +13,7 @@ from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlo
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import num_window_blocks
-from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec
+from pdserve.models.kv_cache import STATE_WINDOW, KVCacheSpec, SlidingWindowSpec, StateSpec
 
 RestingBlocks = tuple[tuple[KVCacheBlock, ...], tuple[int, ...]]
 """The blocks of a table without references, and their lives then."""
@@ -117,7 +117,8 @@ class SingleTypeKVCacheManager:
         table = self.tables[request.request_id]
         first = max(first, self.num_null[request.request_id])
         for block, name in zip(table[first:end], self.names(request.block_hashes[first:end]), strict=True):
-            self.pool.remember(block, name)
+            if block is not NULL_BLOCK:
+                self.pool.remember(block, name)
 
     def drop_from(self, request: Request, num_kept: int) -> None:
         """Release the blocks after the first `num_kept`."""
@@ -225,6 +226,50 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return end - first
 
 
+class StateManager(SlidingWindowManager):
+    """Layers with a state per sequence: the block at a place has the state after its last token.
+
+    A sequence writes its state into one block, which moves along its table, as long as nobody else needs that: a block that the
+    prefix cache has, or another sequence refers to, remains where it is, and a new one is written. So a hit ends at a place whose
+    state was in a block of its own when a step ended there.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, group_id: int, shape: int) -> None:
+        window = SlidingWindow(STATE_WINDOW, block_size)
+        super().__init__(pool, block_size, group_id, shape, window, 1, is_alone=False)
+
+    def num_reserved_tokens(
+        self, request: Request, num_computed_tokens: int, computed: Sequence[KVCacheBlock | None]
+    ) -> int:
+        return 0  # the state after a step is not that after a later one
+
+    def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | None]) -> int:
+        table = self.tables.get(request.request_id)
+        if table is not None:
+            return int(self.num_blocks_for(num_tokens) > len(table) and not self._is_own(table))
+        revived = sum(block is None or block.ref_cnt == 0 for block in computed)
+        return int(self.num_blocks_for(num_tokens) > len(computed)) + revived
+
+    def allocate(self, request: Request, num_tokens: int) -> list[int]:
+        table = self.tables[request.request_id]
+        num_more = self.num_blocks_for(num_tokens) - len(table)
+        if num_more <= 0:
+            return []
+        if self._is_own(table):
+            block, table[-1] = table[-1], NULL_BLOCK
+        else:
+            [block] = self.pool.allocate(1, self.shape)
+        table += [*[NULL_BLOCK] * (num_more - 1), block]
+        return [each.row for each in table[-num_more:]]
+
+    @staticmethod
+    def _is_own(table: Sequence[KVCacheBlock]) -> bool:
+        """True if the last block is this sequence's only."""
+        if not table or table[-1] is NULL_BLOCK:
+            return False
+        return table[-1].ref_cnt == 1 and table[-1].block_hash is None
+
+
 def make_manager(
     spec: KVCacheSpec, pool: BlockPool, block_size: int, group_id: int, step_tokens: int, *, is_alone: bool
 ) -> SingleTypeKVCacheManager:
@@ -232,6 +277,8 @@ def make_manager(
     if isinstance(spec, SlidingWindowSpec):
         window = SlidingWindow(spec.sliding_window, block_size)
         return SlidingWindowManager(pool, block_size, group_id, spec.shape, window, step_tokens, is_alone=is_alone)
+    if isinstance(spec, StateSpec):
+        return StateManager(pool, block_size, group_id, spec.shape)
     return FullAttentionManager(pool, block_size, group_id, spec.shape)
 
 

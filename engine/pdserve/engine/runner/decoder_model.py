@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.layer_plans import LayerSpec
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
 
@@ -29,7 +29,7 @@ class DecoderModel(Protocol):
         """None: the model generates."""
 
     @property
-    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
+    def attention_specs(self) -> Sequence[Sequence[LayerSpec]]:
         """Different specs of the layers, per KV cache group; `ModelInputs.plans` has a plan for each."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:

@@ -36,8 +36,8 @@ from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, Sam
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.engine.speculation.drafter import Drafter
-from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerBackend
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.kv_cache import pools_of
 from pdserve.models.model_inputs import ModelInputs
@@ -96,7 +96,7 @@ class ModelRunner:
         self,
         config: EngineConfig,
         model: DecoderModel,
-        attention: Sequence[AttentionBackend],
+        attention: Sequence[LayerBackend],
         ops: LayerOps,
         kv_caches: Sequence[Tensor],
         vocab_size: int,

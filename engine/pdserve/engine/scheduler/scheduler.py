@@ -298,6 +298,7 @@ class Scheduler:
     def _schedule_running(self, step: BatchBuilder, requests: list[Request]) -> None:
         for request in requests:
             num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
+            num_tokens = self.kv.chunk(request, request.num_computed_tokens, num_tokens)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
             if request.computes_one_token and self.kv.has_room(request, request.num_tokens):

@@ -16,10 +16,12 @@ from pdserve.common.kv_layout import SCALE_BYTES, BlockShape, KvLayout
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
+from pdserve.kernels.state.state_spec import StateSpec as LayerStateSpec
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
+from pdserve.models.config.state_shape import StateShape
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import (
@@ -27,6 +29,7 @@ from pdserve.models.kv_cache import (
     KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
+    StateSpec,
     group_windows,
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
@@ -37,6 +40,8 @@ from pdserve.models.weights.quantized.quantization_method import QuantizationMet
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
 
+_STATE = -1
+"""In place of a number of KV heads."""
 SILU = ("silu", "swish")
 """Two names of one activation."""
 
@@ -107,6 +112,20 @@ class ModelConfig:
         """Numbers of a head to which `rope` belongs."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
+    @property
+    def states(self) -> StateShape | None:
+        """Sizes of layers with a state per sequence; None: there are none."""
+        return self.family.states
+
+    def has_state(self, layer: int) -> bool:
+        return self.states is not None and self.states.layers[layer]
+
+    def state_spec(self, layer: int) -> LayerStateSpec:
+        """Of a layer with a state."""
+        assert self.states is not None
+        group = self.kv_cache_place(layer)[0]
+        return LayerStateSpec(num_heads=self.states.num_heads, head_size=self.states.head_size, kv_cache_group=group)
+
     def attention_spec(self, layer: int) -> AttentionSpec:
         scale = self.family.attention_scale or self.head_dim**-0.5
         return AttentionSpec(
@@ -148,16 +167,21 @@ class ModelConfig:
         """KV heads of a layer, of all ranks."""
         return self.family.layer_kv_heads[layer] if self.family.layer_kv_heads else self.num_kv_heads
 
+    def _shape_of(self, layer: int) -> int:
+        """Equal for layers whose blocks have one shape."""
+        return _STATE if self.has_state(layer) else self.layer_kv_heads(layer)
+
     @cached_property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each KV cache group: of equally many KV heads, and of one kind where windows are groups of their own."""
         shapes: dict[int, list[int]] = {}
         for layer in range(self.num_layers):
-            shapes.setdefault(self.layer_kv_heads(layer), []).append(layer)
+            shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
-        for layers in shapes.values():
+        # layers with a state come last: routers learn only of the first group, which is to have every full block
+        for kind, layers in sorted(shapes.items(), key=lambda each: each[0] == _STATE):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
-            if self.hybrid_kv_cache:
+            if self.hybrid_kv_cache and kind != _STATE:
                 found = kv_cache_group_layers([self.sliding_windows[layer] for layer in layers])
             groups += [tuple(layers[place] for place in group) for group in found]
         return tuple(groups)
@@ -186,14 +210,17 @@ class ModelConfig:
 
     @property
     def _group_shapes(self) -> list[int]:
-        """Per KV cache group, the index of the shape of its blocks: by the number of its layers' KV heads."""
-        heads = [self.layer_kv_heads(layers[0]) for layers in self.kv_cache_group_layers]
-        return [list(dict.fromkeys(heads)).index(each) for each in heads]
+        """Per KV cache group, the index of the shape of its blocks."""
+        shapes = [self._shape_of(layers[0]) for layers in self.kv_cache_group_layers]
+        return [list(dict.fromkeys(shapes)).index(each) for each in shapes]
 
     def _kv_cache_specs(self) -> list[KVCacheSpec]:
         """Per KV cache group."""
         specs: list[KVCacheSpec] = []
         for layers, shape in zip(self.kv_cache_group_layers, self._group_shapes, strict=True):
+            if self.has_state(layers[0]):
+                specs.append(StateSpec(shape))
+                continue
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
             is_windowed = len(windows) == len(layers)
             specs.append(SlidingWindowSpec(max(windows), shape) if is_windowed else FullAttentionSpec(shape))
@@ -219,6 +246,9 @@ class ModelConfig:
             of_shapes.setdefault(shape, []).append(layers)
         shapes = []
         for groups in of_shapes.values():
+            if self.has_state(groups[0][0]):
+                shapes.append(self._state_block(len(groups[0]), shard))
+                continue
             num_kv_heads = self.layer_kv_heads(groups[0][0])
             shapes.append(
                 BlockShape(
@@ -239,6 +269,19 @@ class ModelConfig:
             shapes=tuple(shapes),
             group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
+        )
+
+    def _state_block(self, num_layers: int, shard: RankShard) -> BlockShape:
+        """A block with the states of one sequence."""
+        assert self.states is not None
+        return BlockShape(
+            num_layers=num_layers,
+            num_kv_heads=len(shard.heads(self.states.num_heads)),
+            total_num_kv_heads=self.states.num_heads,
+            head_dim=self.states.head_size,
+            block_size=1,
+            dtype="float32",
+            rows_per_token=1,
         )
 
 
@@ -269,6 +312,8 @@ class FamilyLayers:
     """Layers without rotary positions."""
     latent: LatentShape | None = None
     """Sizes of a family with latent attention."""
+    states: StateShape | None = None
+    """Sizes of layers with a state per sequence, in a family that has them."""
     layer_kv_heads: tuple[int, ...] = ()
     """KV heads per layer; empty: all have `num_key_value_heads`."""
 
@@ -285,6 +330,7 @@ class FamilyLayers:
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
     """Used if config.json has no `head_dim`; None: `hidden_size / num_attention_heads`."""
+    norm_eps_field: ClassVar[str] = "rms_norm_eps"
     default_rms_norm_eps: ClassVar[float] = 1e-6
     default_tie_word_embeddings: ClassVar[bool] = False
     default_rope_theta: ClassVar[float] = DEFAULT_THETA

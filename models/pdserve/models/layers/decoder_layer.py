@@ -7,13 +7,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerPlan
 from pdserve.kernels.layers.fused_layers import LayerParts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.short_conv import ShortConv
 
 
 class FeedForward(Protocol):
@@ -28,7 +29,8 @@ class FeedForward(Protocol):
         ...
 
 
-Attention = SelfAttention | LatentAttention
+Attention = SelfAttention | LatentAttention | ShortConv
+"""The part of a layer that mixes tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class DecoderLayer:
         x: Tensor,
         next_norm: RmsNorm | None,
         phases: Tensor,
-        plan: AttentionPlan,
+        plan: LayerPlan,
         ops: LayerOps,
         output_rows: Tensor | None = None,
         carried: Tensor | None = None,
@@ -70,7 +72,7 @@ class DecoderLayer:
         `[T, 1, D / 2]`; plan: the step's plan for `attention.spec`; output_rows `[N]`: tokens whose result is needed, None: all T
         -> `[N, H]` each. carried `[T, H]`: the output of the last layer's `shortcut`.
         """
-        attended = self.attention.attend(x, phases, plan, ops)
+        attended = self.attention.attend(x, phases, plan, ops)  # type: ignore[arg-type]  # each has the plan of its spec
         if output_rows is not None:
             residual, attended = residual.index_select(0, output_rows), attended.index_select(0, output_rows)
         if self.attention_post_norm is None and self.mlp_norm is not None and self.residual_multiplier == 1.0:
@@ -84,6 +86,10 @@ class DecoderLayer:
         if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
             return *self.mlp.add_norm(residual, x, next_norm, ops), left
         return *self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, next_norm, ops), left
+
+    def store(self, x: Tensor, phases: Tensor, plan: LayerPlan, ops: LayerOps) -> None:
+        """Write keys and values, or states, into the cache. Arguments: as of `forward`."""
+        self.attention.store(x, phases, plan, ops)  # type: ignore[arg-type]  # each has the plan of its spec
 
     def parts(self, next_norm: RmsNorm | None, rope: int) -> LayerParts | None:
         """This layer for `LayerOps.fuse_layers`; None if it has more, or other, parts. rope: index of its phases."""

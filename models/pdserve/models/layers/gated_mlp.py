@@ -38,17 +38,18 @@ class GatedMlp:
         bias: bool,
         activation: str = "silu",
         is_fused: bool = False,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> GatedMlp:
-        """Read `{prefix}.gate_proj` and `up_proj`, or `gate_up_proj` without a bias, and `down_proj`.
+        """Read gate, up and down by their names in `projections`; with is_fused `gate_up_proj`, without a bias, for the first two.
 
         inner_size: I. activation: a name in `GATES`. Raises: ConfigError.
         """
         if is_fused:
             gate_up = weights.fused_column_parallel(f"{prefix}.gate_up_proj", 2, inner_size, hidden_size)
         else:
-            halves = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+            halves = [f"{prefix}.{name}" for name in projections[:2]]
             gate_up = weights.column_parallel(halves, inner_size, hidden_size, bias=bias)
-        down = weights.row_parallel(f"{prefix}.down_proj", hidden_size, inner_size, bias=bias)
+        down = weights.row_parallel(f"{prefix}.{projections[2]}", hidden_size, inner_size, bias=bias)
         return cls(gate_up, down, GATES[activation])
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:

@@ -62,12 +62,15 @@ class SelfAttention:
         value_dim: int | None = None,
         value_scale: float = 1.0,
         sinks: str = "sinks",
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        output: str = "o_proj",
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
-        in place of the three. sinks: name of the weight of a spec that has them. Raises: ConfigError.
+        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms.
+        Raises: ConfigError.
         """
         shard = weights.shard
         own = replace(
@@ -79,7 +82,7 @@ class SelfAttention:
         if qk_norm_eps is not None and norms_projection:
             projection_norm = _load_projection_norm(weights, prefix, spec, order, qk_norm_eps)
         elif qk_norm_eps is not None:
-            qk_norm = _load_qk_norm(weights, prefix, own, order, qk_norm_eps, qk_norm_offset)
+            qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset)
         return cls(
             index=index,
             spec=own,
@@ -87,7 +90,7 @@ class SelfAttention:
             qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim),
             qk_norm=qk_norm,
             output=weights.row_parallel(
-                f"{prefix}.o_proj", hidden_size, spec.num_heads * (value_dim or spec.head_dim), bias=output_bias
+                f"{prefix}.{output}", hidden_size, spec.num_heads * (value_dim or spec.head_dim), bias=output_bias
             ),
             projection_norm=projection_norm,
             sinks=_load_sinks(weights, f"{prefix}.{sinks}", spec.num_heads) if spec.sinks else None,
@@ -113,12 +116,17 @@ class SelfAttention:
 
 
 def _load_qk_norm(
-    weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, eps: float, offset: float
+    weights: WeightLoader,
+    prefix: str,
+    names: tuple[str, str],
+    spec: AttentionSpec,
+    order: HeadOrder,
+    eps: float,
+    offset: float,
 ) -> HeadNorm:
     """spec: with the heads of this rank."""
     q_weight, k_weight = (
-        order.paired(weights.norm(f"{prefix}.{name}.weight", spec.head_dim, eps, offset).weight)
-        for name in ("q_norm", "k_norm")
+        order.paired(weights.norm(f"{prefix}.{name}.weight", spec.head_dim, eps, offset).weight) for name in names
     )
     return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.cpu.linear import make_output_head
+from pdserve.kernels.layer_plans import attention_plan
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
@@ -155,7 +156,7 @@ class _PagedStep:
 
     def __init__(self, specs: tuple[AttentionSpec, ...], inputs: ModelInputs, dtype: torch.dtype) -> None:
         self._specs = specs
-        self._plans: list[AttentionPlan] = [inputs.plans[spec] for spec in specs]
+        self._plans: list[AttentionPlan] = [attention_plan(inputs.plans[spec]) for spec in specs]
         self._before_layer = inputs.before_layer
         self._dtype = dtype
         self._layer = 0

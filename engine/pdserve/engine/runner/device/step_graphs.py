@@ -26,10 +26,9 @@ from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device.device_runtime import DeviceRuntime
 from pdserve.engine.runner.inputs.block_table import NO_SLOT
 from pdserve.engine.runner.inputs.step_inputs import StepInputs, StepShape, attention_plans
-from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch
-from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerBackend, LayerPlan, LayerSpec, attention_plan
 from pdserve.kernels.lora.lora_linear import NO_ADAPTER
 from pdserve.models.model_inputs import ModelInputs
 
@@ -55,7 +54,7 @@ def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: 
     ]
 
 
-def can_capture(attention: Sequence[AttentionBackend], runtime: DeviceRuntime) -> bool:
+def can_capture(attention: Sequence[LayerBackend], runtime: DeviceRuntime) -> bool:
     """True if the device has graphs and every back end's decode steps can be captured; an absent `is_capturable` is False."""
     return runtime.has_graphs and all(getattr(backend, "is_capturable", False) for backend in attention)
 
@@ -74,7 +73,7 @@ class StepGraphs:
         self,
         config: EngineConfig,
         model: DecoderModel,
-        attention: Sequence[AttentionBackend],
+        attention: Sequence[LayerBackend],
         ops: LayerOps,
         device: torch.device,
         dtype: torch.dtype,
@@ -168,7 +167,7 @@ class StepGraphs:
         graph.replay()
         return self._hidden[:size]
 
-    def _plans(self, batch: AttentionBatch) -> dict[AttentionSpec, AttentionPlan]:
+    def _plans(self, batch: AttentionBatch) -> dict[LayerSpec, LayerPlan]:
         specs = self._model.attention_specs
         return attention_plans(self._attention, [batch] * len(specs), specs)
 
@@ -190,5 +189,5 @@ class StepGraphs:
         return batch if shape is None else replace(batch, positions=self._positions[:count])
 
 
-def _addresses(plans: dict[AttentionSpec, AttentionPlan]) -> list[int]:
-    return [plan.slot_mapping.data_ptr() for plan in plans.values()]
+def _addresses(plans: dict[LayerSpec, LayerPlan]) -> list[int]:
+    return [attention_plan(plan).slot_mapping.data_ptr() for plan in plans.values()]

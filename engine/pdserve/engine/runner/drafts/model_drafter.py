@@ -22,9 +22,9 @@ from pdserve.engine.runner.inputs.step_inputs import attention_plans
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.speculation.drafter import DraftRows
-from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerBackend
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.models.model_inputs import ModelInputs
 
@@ -46,7 +46,7 @@ class ModelDrafter:
     def __init__(
         self,
         model: DraftModel,
-        attention: Sequence[AttentionBackend],
+        attention: Sequence[LayerBackend],
         ops: LayerOps,
         *,
         num_rows: int,

@@ -18,12 +18,13 @@ from pdserve.engine.runner.inputs.block_table import NO_SLOT, BlockTable
 from pdserve.engine.runner.inputs.device_batch import DeviceBlockTable, NewestTokens
 from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
-from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch, PlanArray, StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.layer_plans import LayerBackend, LayerPlan, LayerSpec, plan_of
+from pdserve.kernels.state.state_backend import StateBackend
 
 _GroupArrays = Mapping[str, NDArray[Any]]
-"""`AttentionBackend.plan_arrays` of one KV cache group."""
+"""`LayerBackend.plan_arrays` of one KV cache group."""
 _FROM_DEVICE = -1
 """Token id of a token that the device has sampled and the host has not read yet."""
 
@@ -57,11 +58,11 @@ class StepInputs:
 
 
 def attention_plans(
-    attention: Sequence[AttentionBackend], batches: Sequence[AttentionBatch], specs: Sequence[Sequence[AttentionSpec]]
-) -> dict[AttentionSpec, AttentionPlan]:
+    attention: Sequence[LayerBackend], batches: Sequence[AttentionBatch], specs: Sequence[Sequence[LayerSpec]]
+) -> dict[LayerSpec, LayerPlan]:
     """Spec -> its plan for a step. attention, batches, specs: per KV cache group."""
     groups = zip(attention, batches, specs, strict=True)
-    return {spec: backend.plan(batch, spec) for backend, batch, of_group in groups for spec in of_group}
+    return {spec: plan_of(backend, batch, spec) for backend, batch, of_group in groups for spec in of_group}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ class StepInputBuilder:
         device: torch.device,
         staging: StagingBuffer,
         vocab_size: int,
-        attention: Sequence[AttentionBackend],
-        specs: Sequence[Sequence[AttentionSpec]],
+        attention: Sequence[LayerBackend],
+        specs: Sequence[Sequence[LayerSpec]],
         *,
         packs_parameters: bool,
     ) -> None:
@@ -261,7 +262,9 @@ class StepInputBuilder:
         """Per KV cache group; a back end of another package may lack the method."""
         lengths = StepLengths(step.counts, step.seq_lens, step.num_decodes, step.most_chunks)
         return [
-            backend.plan_arrays(lengths, specs) if hasattr(backend, "plan_arrays") else {}
+            {}
+            if isinstance(backend, StateBackend) or not hasattr(backend, "plan_arrays")
+            else backend.plan_arrays(lengths, [spec for spec in specs if isinstance(spec, AttentionSpec)])
             for backend, specs in zip(self._attention, self._specs, strict=True)
         ]
 

@@ -17,10 +17,12 @@ from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.rank_samplers import ReceivingSampler, SharingSampler
 from pdserve.engine.sampling.sampler import Sampler, TokenSampler
 from pdserve.engine.sampling.token_texts import TokenTexts
-from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.layer_plans import LayerBackend
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
+from pdserve.kernels.state.state_backend import StateBackend
+from pdserve.models.kv_cache import StateSpec
 
 
 def make_model_runner(
@@ -30,7 +32,7 @@ def make_model_runner(
     vocab_size: int,
     before_layer: Callable[[], None] | None = None,
     logits_processors: LogitsProcessors | None = None,
-    attention: Sequence[AttentionBackend] | None = None,
+    attention: Sequence[LayerBackend] | None = None,
     *,
     lora: LoraRunner | None = None,
     group: RankGroup | None = None,
@@ -46,7 +48,12 @@ def make_model_runner(
     """
     try:
         if attention is None:
-            attention = [make_attention(config.attention_backend, kv_cache, model.dtype) for kv_cache in kv_caches]
+            attention = [
+                StateBackend(kv_cache, config.block_size)
+                if isinstance(spec, StateSpec)
+                else make_attention(config.attention_backend, kv_cache, model.dtype)
+                for spec, kv_cache in zip(config.kv_cache_specs, kv_caches, strict=True)
+            ]
         ops = make_layer_ops(config.kernels, kv_caches[0].device)
         # ranks above 0 compute the drafts of rank 0
         is_first = group is None or group.rank == 0

@@ -18,9 +18,9 @@ from pdserve.engine.runner.device.step_graphs import graph_shapes
 from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
-from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_plans import LayerBackend, plan_of
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.models.model_inputs import ModelInputs
 
@@ -64,7 +64,7 @@ class LargestSteps:
     """The steps of a worker that need most memory. They read and write only block 0 of the caches."""
 
     model: DecoderModel
-    attention: Sequence[AttentionBackend]
+    attention: Sequence[LayerBackend]
     """Over caches of at least one block."""
     ops: LayerOps
     device: torch.device
@@ -108,7 +108,7 @@ class LargestSteps:
             device=self.device,
         )
         groups = zip(self.attention, self.model.attention_specs, strict=True)
-        plans = {spec: attention.plan(batch, spec) for attention, specs in groups for spec in specs}
+        plans = {spec: plan_of(attention, batch, spec) for attention, specs in groups for spec in specs}
         token_ids = torch.zeros(count, dtype=torch.int64, device=self.device)
         return self.model.forward(ModelInputs(batch, plans, token_ids=token_ids, ops=self.ops))
 

@@ -14,7 +14,7 @@ from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.engine.sequence_blocks import max_sequence_tokens, num_window_blocks
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
-from pdserve.models.kv_cache import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec, shapes_of
+from pdserve.models.kv_cache import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec, StateSpec, shapes_of
 
 _DYNAMIC = (
     ": beyond it the rope type 'dynamic' rotates all keys of a sequence again with each token, and cached keys are not"
@@ -113,6 +113,8 @@ def pool_size(
 
 _CACHED_WINDOWS = 2
 """Windows that blocks of groups with one are for, per running sequence: its own, and one that the prefix cache keeps."""
+_STATES = 4
+"""States per running sequence: two that a step reads and writes, and two that the prefix cache keeps."""
 
 
 def _shared(
@@ -128,6 +130,8 @@ def _shared(
             if isinstance(spec, SlidingWindowSpec):
                 of_sequence = num_window_blocks(spec.sliding_window, settings.block_size, step_tokens)
                 limit = min(limit, _CACHED_WINDOWS * settings.max_num_seqs * of_sequence)
+            elif isinstance(spec, StateSpec):
+                limit = min(limit, _STATES * settings.max_num_seqs)
             found[spec.shape] += limit
         return tuple(found)
 

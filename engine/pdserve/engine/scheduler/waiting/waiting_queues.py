@@ -179,7 +179,8 @@ class WaitingQueues:
                 return Evicted("images or sound of the prompt would have to be encoded again, and are not here")
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
-        encoded = running.encoder.plan(request, cached, self._config.chunk(uncached, budget))
+        chunk = self._kv.chunk(request, cached, self._config.chunk(uncached, budget))
+        encoded = running.encoder.plan(request, cached, chunk)
         num_tokens = encoded.num_tokens
         if not num_tokens and not in_host:
             return Refusal.NO_ENCODER_ROOM
@@ -225,6 +226,7 @@ class WaitingQueues:
 
     def _admit_ready(self, request: Request, budget: int, running: RunningBatch) -> int | Refusal:
         num_tokens = self._config.chunk(request.num_uncomputed_tokens, budget)
+        num_tokens = self._kv.chunk(request, request.num_computed_tokens, num_tokens)
         encoded = running.encoder.plan(request, request.num_computed_tokens, num_tokens)
         if not encoded.num_tokens:
             return Refusal.NO_ENCODER_ROOM

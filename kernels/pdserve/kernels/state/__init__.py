@@ -1,0 +1,1 @@
+"""States of layers that keep a fixed number of numbers per sequence."""

@@ -1,0 +1,97 @@
+"""Layers with a state per sequence, offline: greedy texts of transformers with all that an engine does to sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
+from pdserve.llm import LLM, SamplingParams
+from pdserve.models.model_impl import read_model_config
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import make_state_model
+from tests.support.models.oracle import Oracle
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SHARED = prompt_of(50, 7)
+PROMPTS = [[*SHARED, *prompt_of(5, 1)], [*SHARED, *prompt_of(40, 2)], prompt_of(9, 3), SHARED[:48]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_state_model(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 17},
+        {"block_size": 16, "num_blocks": 13, "max_num_seqs": 4},
+        {"num_blocks": 13, "disable_hybrid_kv_cache_manager": True},
+        {"num_blocks": 64, "enable_prefix_caching": False},
+        {"kv_cache_mib": 1, "max_num_seqs": 3},
+        {"num_blocks": 64, "kv_cache_dtype": "int8"},
+        pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["chunks", "preemption", "without windows", "without cache", "memory", "int8", "ranks"],
+)
+def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
+    """Twice, so that prompts are found in the cache."""
+    with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
+        for _ in range(2):
+            for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+                if "kv_cache_dtype" not in options:
+                    oracle.check(prompt, list(answer.outputs[0].token_ids))
+                assert len(answer.outputs[0].token_ids) == 12
+
+
+def test_forks(folder: Path, oracle: Oracle) -> None:
+    """A partial block of each shape is copied."""
+    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=8, logprobs=2, ignore_eos=True)
+    with LLM(str(folder), dtype="float32", num_blocks=64) as llm:
+        [answer] = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    texts = [list(output.token_ids) for output in answer.outputs]
+    assert len({tuple(text) for text in texts}) > 1
+    for output, text in zip(answer.outputs, texts, strict=True):
+        logits = oracle.logits([*PROMPTS[0], *text])[len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+        assert output.logprobs is not None
+        for place, (token, found) in enumerate(zip(text, output.logprobs, strict=True)):
+            assert abs(found[token].logprob - float(logits[place, token])) < 1e-3
+
+
+def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path) -> None:
+    """Three layers with a convolution of three columns keep two of 64 channels, in float32."""
+    settings = DecodeSettings(model=str(folder), dtype="bfloat16", max_num_seqs=2, kv_cache_mib=4)
+    config = with_kv_cache_groups(read_model_config(folder, "bfloat16", "auto"), settings)
+    groups = config.kv_cache_groups(16, "")
+    assert groups[1].shape.block_bytes == 3 * 2 * 64 * 4
+    (_, states), _ = pool_size(settings, groups, config)
+    assert states == 4 * 2
+
+
+@pytest.mark.parametrize("budget", [16, 48, 1024])
+def test_a_hit_ends_where_a_state_is_kept(folder: Path, oracle: Oracle, budget: int) -> None:
+    """At the end of a step, which is the end of a full block: of the prompt, and of each chunk."""
+    first, second = [*SHARED[:40], *prompt_of(30, 1)], [*SHARED[:40], *prompt_of(9, 2)]
+    with LLM(str(folder), dtype="float32", num_blocks=64, max_num_batched_tokens=budget) as llm:
+        llm.generate([first], GREEDY, use_tqdm=False)
+        [again, other] = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in (first, second))
+    # the last full block before the last token
+    assert again.num_cached_tokens == 64
+    assert other.num_cached_tokens == (32 if budget == 16 else 0)
+    for prompt, answer in ((first, again), (second, other)):
+        oracle.check(prompt, list(answer.outputs[0].token_ids))
+
+
+def test_drafts_are_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="speculative_config is set, and layers of Lfm2ForCausalLM keep a state"):
+        LLM(str(folder), num_blocks=16, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
