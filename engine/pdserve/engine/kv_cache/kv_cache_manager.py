@@ -148,8 +148,10 @@ class KVCacheManager:
         return (room,) * self.num_groups if isinstance(room, int) else room
 
     def chunk(self, request: Request, num_computed_tokens: int, num_tokens: int) -> int:
-        """Tokens of a step that may compute `num_tokens` of a sequence. With states no more than up to the last full block: the prefix
-        cache has the state where a step ends."""
+        """Tokens of a step that may compute `num_tokens` of a sequence.
+
+        With states, no more than up to the last full block: the prefix cache has the state where a step ends.
+        """
         if num_tokens <= 1 or not self.coordinator.has_states or not self.pool.enables_caching:
             return num_tokens
         end = min(num_computed_tokens + num_tokens, request.num_tokens - 1)

@@ -11,6 +11,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layer_plans import LayerPlan
 from pdserve.kernels.layers.fused_layers import LayerParts
 from pdserve.kernels.layers.rms_norm import RmsNorm
+from pdserve.models.layers.gated_delta_net import GatedDeltaNet
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
@@ -29,7 +30,7 @@ class FeedForward(Protocol):
         ...
 
 
-Attention = SelfAttention | LatentAttention | ShortConv
+Attention = SelfAttention | LatentAttention | ShortConv | GatedDeltaNet
 """The part of a layer that mixes tokens."""
 
 
@@ -106,6 +107,7 @@ class DecoderLayer:
             or attention.projection_norm is not None
             or attention.sinks is not None
             or attention.value_dim is not None
+            or attention.gate is not None
         ):
             return None
         return LayerParts(

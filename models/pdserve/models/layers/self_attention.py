@@ -42,6 +42,8 @@ class SelfAttention:
     """Numbers of a value where they are fewer than those of a key; the others are zeros in the cache. None: as many."""
     value_scale: float = 1.0
     """Factor of all values, which is that of the result."""
+    gate: Linear | None = None
+    """Hidden state -> numbers whose sigmoids are factors of the result; None: no gate."""
 
     @classmethod
     def load(
@@ -64,12 +66,14 @@ class SelfAttention:
         sinks: str = "sinks",
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         output: str = "o_proj",
+        is_gated: bool = False,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
-        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms.
+        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms. is_gated: in `q_proj`, the rows of
+        each head are followed by those of its gate.
         Raises: ConfigError.
         """
         shard = weights.shard
@@ -83,11 +87,13 @@ class SelfAttention:
             projection_norm = _load_projection_norm(weights, prefix, spec, order, qk_norm_eps)
         elif qk_norm_eps is not None:
             qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset)
+        qkv, gate = _load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim, is_gated)
         return cls(
             index=index,
             spec=own,
             order=order,
-            qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim),
+            qkv=qkv,
+            gate=gate,
             qk_norm=qk_norm,
             output=weights.row_parallel(
                 f"{prefix}.{output}", hidden_size, spec.num_heads * (value_dim or spec.head_dim), bias=output_bias
@@ -102,6 +108,8 @@ class SelfAttention:
         """x `[T, H]`, phases `[T, 1, D / 2]` -> `[T, Hq * Dv]`, the input of `output`. Writes keys and values into the cache."""
         q, k, v = self.store(x, phases, plan, ops)
         found = plan.attend(self.index, q, k, v) if self.sinks is None else plan.attend(self.index, q, k, v, self.sinks)
+        if self.gate is not None:
+            found = found * self.gate(x).sigmoid()
         if self.value_dim is None:
             return found
         values = found.view(len(x), self.spec.num_heads, -1)[..., : self.value_dim]
@@ -167,12 +175,17 @@ def _load_qkv(
     bias: bool,
     is_fused: bool,
     value_dim: int | None,
-) -> Linear:
-    """spec: with the heads of all ranks. value_dim: values with fewer numbers than keys are padded with zeros."""
+    is_gated: bool,
+) -> tuple[Linear, Linear | None]:
+    """The projections, and that of the gates. spec: with the heads of all ranks. value_dim: values with fewer numbers than keys are
+    padded with zeros."""
     matrices, biases = [], []
+    gate: Linear | None = None
     all_rows, first = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 0
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         size = value_dim if name == "v" and value_dim is not None else spec.head_dim
+        is_double = is_gated and name == "q"
+        size *= 1 + is_double
         rows, part = heads * size, _own_rows(weights.shard, heads, size)
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
@@ -181,11 +194,17 @@ def _load_qkv(
         else:
             matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
         arranged = partial(_padded_heads, size=size, padded=spec.head_dim) if name == "v" else order.paired
+        added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part) if bias else None
+        if is_double:
+            own = partial(_half_of_heads, size=size, half=1)
+            gate = make_linear(with_rows(matrix, own), None if added is None else own(added))
+            first_half = partial(_half_of_heads, size=size, half=0)
+            matrix, added = with_rows(matrix, first_half), None if added is None else first_half(added)
         matrices.append(with_rows(matrix, arranged))
-        if bias:
-            biases.append(arranged(weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)))
+        if added is not None:
+            biases.append(arranged(added))
     weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
-    return make_linear(weight, torch.cat(biases) if biases else None)
+    return make_linear(weight, torch.cat(biases) if biases else None), gate
 
 
 def _padded_heads(rows: Tensor, *, size: int, padded: int) -> Tensor:
@@ -196,3 +215,8 @@ def _padded_heads(rows: Tensor, *, size: int, padded: int) -> Tensor:
     made = heads.new_zeros((len(heads), padded, *rows.shape[1:]))
     made[:, :size] = heads
     return made.flatten(0, 1)
+
+
+def _half_of_heads(rows: Tensor, *, size: int, half: int) -> Tensor:
+    """The first (0) or the second (1) rows of each head of `size` rows `[heads * size, ...]`."""
+    return rows.view(-1, 2, size // 2, *rows.shape[1:])[:, half].flatten(0, 1).contiguous()

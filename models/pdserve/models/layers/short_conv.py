@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.state.causal_conv import causal_conv
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
 from pdserve.models.weights.rank_shard import Part
@@ -71,25 +71,11 @@ class ShortConv:
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
         b, c, values = self.inputs(x).chunk(3, -1)
-        columns = b * values
-        states = plan.read(self.index).view(-1, columns.shape[1], self.weight.shape[1] - 1)
-        after = torch.empty_like(states)
-        made = torch.empty_like(columns)
-        if num := plan.num_decodes:
-            rows = torch.cat((states[:num].to(columns.dtype), columns[:num].unsqueeze(2)), 2)
-            made[:num] = self._convolved(rows).squeeze(2)
-            after[:num] = rows[:, :, 1:]
-        for place, (first, stop) in enumerate(plan.chunks, num):
-            row = torch.cat((states[place].to(columns.dtype), columns[first:stop].t()), 1)
-            made[first:stop] = self._convolved(row.unsqueeze(0))[0].t()
-            after[place] = row[:, stop - first :]
+        before = plan.read(self.index).view(-1, c.shape[1], self.weight.shape[1] - 1)
+        made, after = causal_conv(b * values, before, self.weight, self.bias, plan)
         plan.write(self.index, after.view(len(after), self.spec.num_heads, self.spec.head_size))
         return made.mul_(c)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
         self.attend(x, phases, plan, ops)
-
-    def _convolved(self, rows: Tensor) -> Tensor:
-        """rows `[B, C, n + K - 1]` -> `[B, C, n]`"""
-        return F.conv1d(rows, self.weight.unsqueeze(1), self.bias, groups=len(self.weight))

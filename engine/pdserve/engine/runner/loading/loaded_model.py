@@ -320,8 +320,8 @@ def _verified_config(folder: Path, settings: WorkerSettings) -> ModelConfig:
     verify_encoder_decoder(settings, config)
     if config.states is not None and settings.speculative_config is not None and settings.section != "prefill":
         raise ConfigError(
-            f"speculative_config is set, and layers of {config.architecture} keep a state, which has no way back from drafts that are "
-            "not accepted"
+            f"speculative_config is set, and layers of {config.architecture} keep a state, which has no way back from drafts "
+            "that are not accepted"
         )
     config.verify_options(settings.rounded_weights, settings.enable_lora)
     return config

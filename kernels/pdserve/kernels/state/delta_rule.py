@@ -1,0 +1,68 @@
+"""The gated delta rule: a matrix per head, which each token decays and corrects towards its value.
+
+    S_t = a_t S_(t-1) + k_t u_t^T       u_t = b_t (v_t - a_t S_(t-1)^T k_t)       o_t = S_t^T q_t
+
+In a chunk with the products A_t of its decays up to t, and S_0 before it, the u solve a triangular system, for all tokens at once:
+
+    (1 + L) U = b (V - A K S_0)         L_ij = b_i (A_i / A_j) k_i . k_j  for j < i
+    O = A Q S_0 + M U                   M_ij = (A_i / A_j) q_i . k_j  for j <= i
+    S = A_n S_0 + sum_j (A_n / A_j) k_j u_j^T
+
+Source: Yang et al. 2024, Gated Delta Networks, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens at once: the system has as many rows."""
+
+
+def delta_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each of B sequences; all float32.
+
+    query, key `[B, Hv, Dk]`, value `[B, Hv, Dv]`, decay (its logarithm) and beta `[B, Hv]`, state `[B, Hv, Dk, Dv]` -> results
+    `[B, Hv, Dv]` and the states after the token.
+    """
+    state = state * decay.exp()[..., None, None]
+    found = torch.matmul(key.unsqueeze(-2), state).squeeze(-2)
+    update = (value - found) * beta.unsqueeze(-1)
+    state = state + key.unsqueeze(-1) * update.unsqueeze(-2)
+    return torch.matmul(query.unsqueeze(-2), state).squeeze(-2), state
+
+
+def delta_chunks(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens of one sequence, in chunks; all float32.
+
+    query, key `[n, Hv, Dk]`, value `[n, Hv, Dv]`, decay (its logarithm) and beta `[n, Hv]`, state `[Hv, Dk, Dv]` -> results
+    `[n, Hv, Dv]` and the state after the last token.
+    """
+    found = torch.empty_like(value)
+    for start in range(0, len(query), CHUNK):
+        part = slice(start, start + CHUNK)
+        found[part], state = _chunk(query[part], key[part], value[part], decay[part], beta[part], state)
+    return found, state
+
+
+def _chunk(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    query, key, value = (each.transpose(0, 1) for each in (query, key, value))
+    decayed, beta = decay.t().cumsum(-1), beta.t().unsqueeze(-1)
+    whole = decayed.exp().unsqueeze(-1)
+    # of pairs with j > i only, where the exponent would be positive, nothing is used
+    between = (decayed.unsqueeze(-1) - decayed.unsqueeze(-2)).tril().exp().tril()
+    pairs = torch.matmul(key, key.transpose(-1, -2)) * between * beta
+    known = (value - whole * torch.matmul(key, state)) * beta
+    update = torch.linalg.solve_triangular(pairs, known, upper=False, unitriangular=True)
+    seen = torch.matmul(query, key.transpose(-1, -2)) * between
+    found = whole * torch.matmul(query, state) + torch.matmul(seen, update)
+    left = (decayed[:, -1:] - decayed).exp().unsqueeze(-1)
+    state = whole[:, -1:] * state + torch.matmul((key * left).transpose(-1, -2), update)
+    return found.transpose(0, 1), state

@@ -1,0 +1,157 @@
+"""Gated delta nets: linear attention whose state is a matrix per value head, after a short convolution.
+
+The convolution is over queries, keys and values; each key head serves a group of value heads. A sequence's state has, per key head,
+the last columns of the convolution, and the matrices of its value heads. Source: the code of Qwen3-Next in transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.delta_rule import delta_chunks, delta_step
+from pdserve.kernels.state.state_backend import StatePlan
+from pdserve.kernels.state.state_spec import StateSpec
+from pdserve.models.config.delta_shape import DeltaShape
+from pdserve.models.weights.rank_shard import Part
+from pdserve.models.weights.weight_loader import WeightLoader
+
+_NORM_EPS = 1e-6
+"""Of queries and keys, whatever `rms_norm_eps` is, as in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """One layer; a rank has its key heads, and their value heads."""
+
+    index: int
+    """The layer's index in the blocks of its KV cache group."""
+    spec: StateSpec
+    shape: DeltaShape
+    """Of all ranks."""
+    qkvz: Linear
+    """Hidden state -> per key head its query, key, values and gates."""
+    ba: Linear
+    """Hidden state -> per key head the strengths and the decays of its values."""
+    weight: Tensor
+    """`[C, K]`: of the convolution, per key head its query, key and values."""
+    dt_bias: Tensor
+    """`[Hv]` float32"""
+    decay: Tensor
+    """`[Hv]` float32, negative: `-exp(A_log)`."""
+    norm: Tensor
+    """`[Dv]`"""
+    eps: float
+    output: Linear
+
+    @classmethod
+    def load(
+        cls,
+        weights: WeightLoader,
+        prefix: str,
+        index: int,
+        spec: StateSpec,
+        shape: DeltaShape,
+        hidden_size: int,
+        eps: float,
+    ) -> GatedDeltaNet:
+        """Read `{prefix}.in_proj_qkvz`, `in_proj_ba`, `conv1d`, `dt_bias`, `A_log`, `norm` and `out_proj`.
+
+        spec, shape: with the heads of all ranks. Raises: ConfigError.
+        """
+        shard, heads, per_key = weights.shard, shape.num_key_heads, shape.values_per_key
+        own = shard.heads(heads)
+
+        def part(size: int, first: int = 0) -> Part | None:
+            """The rows of this rank's heads of `size` rows, in a tensor where those of all begin at `first`."""
+            if len(own) == heads and not first:
+                return None
+            return Part(0, first + own.start * size, first + own.stop * size)
+
+        def read(name: str, per_head: int) -> Linear:
+            return make_linear(weights.matrix(f"{prefix}.{name}", heads * per_head, hidden_size, part(per_head)))
+
+        def vector(name: str) -> Tensor:
+            return weights.tensor(f"{prefix}.{name}", heads * per_key, part=part(per_key), dtype=torch.float32)
+
+        values = per_key * shape.value_dim
+        kernel = weights.tensor(
+            f"{prefix}.conv1d.weight", heads * shape.channels_per_key, 1, shape.conv_length
+        ).squeeze(1)
+        query, key, value = torch.split(kernel, [heads * shape.key_dim, heads * shape.key_dim, heads * values])
+        by_head = [each.view(heads, -1, shape.conv_length)[own.start : own.stop] for each in (query, key, value)]
+        return cls(
+            index=index,
+            spec=StateSpec(num_heads=len(own), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
+            shape=shape,
+            qkvz=read("in_proj_qkvz", shape.channels_per_key + values),
+            ba=read("in_proj_ba", 2 * per_key),
+            weight=torch.cat(by_head, 1).flatten(0, 1).contiguous(),
+            dt_bias=vector("dt_bias"),
+            decay=vector("A_log").exp().neg(),
+            norm=weights.tensor(f"{prefix}.norm.weight", shape.value_dim),
+            eps=eps,
+            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, heads * values, bias=False),
+        )
+
+    def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
+        """x `[T, H]` -> `[T, Hv * Dv]`, the input of `output`. Reads and writes the states of the step's sequences."""
+        shape, num_tokens, heads = self.shape, len(x), self.spec.num_heads
+        per_key, num_columns = shape.values_per_key, shape.channels_per_key * (shape.conv_length - 1)
+        qkvz = self.qkvz(x).view(num_tokens, heads, -1)
+        mixed, gate = torch.split(qkvz, [shape.channels_per_key, per_key * shape.value_dim], -1)
+        beta, step = self.ba(x).view(num_tokens, heads, 2, per_key).unbind(2)
+        states = plan.read(self.index)
+        columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
+        matrices = states[..., num_columns:].reshape(len(states), -1, shape.key_dim, shape.value_dim)
+        made, columns = causal_conv(mixed.flatten(1), columns, self.weight, None, plan)
+        found, matrices = self._delta(
+            F.silu(made).view(num_tokens, heads, -1), beta.flatten(1), step.flatten(1), matrices, plan
+        )
+        parts = columns.view(len(states), heads, -1), matrices.view(len(states), heads, -1)
+        plan.write(self.index, torch.cat(parts, -1))
+        return self._normed(found.to(x.dtype), gate.reshape(num_tokens, -1, shape.value_dim)).flatten(1)
+
+    def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
+        """Write the states. Arguments of `attend`."""
+        self.attend(x, phases, plan, ops)
+
+    def _delta(
+        self, mixed: Tensor, beta: Tensor, step: Tensor, matrices: Tensor, plan: StatePlan
+    ) -> tuple[Tensor, Tensor]:
+        """mixed `[T, Hk, C]`, beta and step `[T, Hv]`, matrices `[B, Hv, Dk, Dv]` -> `[T, Hv, Dv]` float32, and those after it."""
+        shape, num = self.shape, plan.num_decodes
+        sizes = [shape.key_dim, shape.key_dim, shape.values_per_key * shape.value_dim]
+        query, key, value = torch.split(mixed, sizes, -1)
+        query, key = (_unit(each.float()).repeat_interleave(shape.values_per_key, 1) for each in (query, key))
+        query = query * shape.key_dim**-0.5
+        value = value.reshape(len(value), -1, shape.value_dim).float()
+        beta = beta.sigmoid().float()
+        decay = self.decay * F.softplus(step.float() + self.dt_bias)
+        found, after = torch.empty_like(value), torch.empty_like(matrices)
+        if num:
+            found[:num], after[:num] = delta_step(
+                query[:num], key[:num], value[:num], decay[:num], beta[:num], matrices[:num]
+            )
+        for place, (first, stop) in enumerate(plan.chunks, num):
+            own = slice(first, stop)
+            found[own], after[place] = delta_chunks(
+                query[own], key[own], value[own], decay[own], beta[own], matrices[place]
+            )
+        return found, after
+
+    def _normed(self, found: Tensor, gate: Tensor) -> Tensor:
+        """`norm(found) * silu(gate)`, both `[T, Hv, Dv]`."""
+        wide = found.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.norm * wide.to(found.dtype) * F.silu(gate.float())).to(found.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
