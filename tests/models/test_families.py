@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
@@ -131,6 +132,23 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("longcat_flash", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, which LongcatFlashForCausalLM does not"),
     ("longcat_flash", {"ffn_hidden_size": 95}, r"gate_proj\.weight has shape \[96, 64\], config\.json says \[95, 64\]"),
     ("longcat_flash", {"num_layers": 3}, r"layers\.2\.input_layernorm\.0\.weight is in none of"),
+    (
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 0},
+        "shared_expert_intermediate_size must be an integer of at least 1",
+    ),
+    ("qwen2_moe", {"qkv_bias": False}, "12 weights have no place: .*k_proj.bias"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias must be false: the head would have a bias, too, not true"),
+    ("ernie4_5_moe", {"moe_use_aux_free": False}, "moe_use_aux_free must be true, not false"),
+    ("ernie4_5_moe", {"moe_k": 9}, "moe_k must be at most 8, not 9"),
+    ("ernie4_5_moe", {"moe_layer_start_index": 2}, r"layers\.1\.mlp\.gate_proj\.weight is in none of"),
+    ("dots1", {"scoring_func": "softmax"}, 'scoring_func must be "sigmoid" or "noaux_tc", not "softmax"'),
+    ("dots1", {"n_routed_experts": None}, "n_routed_experts is missing"),
+    ("axk1", {"q_lora_rank": None}, "q_lora_rank must be a number, not null"),
+    ("youtu", {"n_routed_experts": 8}, "n_routed_experts is 8, which YoutuForCausalLM does not compute"),
+    ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace must be 0, not 1"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which OlmoeForCausalLM does not compute"),
+    ("olmoe", {"num_experts": 0, "num_local_experts": 0}, "num_experts must be at least 1, not 0"),
     ("minicpm3", {"v_head_dim": 12}, r"kv_b_proj\.weight has shape \[88, 20\], config\.json says \[96, 20\]"),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a positive number, not 0"),
     ("granite", {"logits_scaling": "8"}, 'logits_scaling must be a positive number, not "8"'),
@@ -193,6 +211,23 @@ def test_broken_checkpoints_are_refused_by_name(
     with pytest.raises(ConfigError, match=message) as error:
         load_decoder(tmp_path)
     assert str(tmp_path) in error.value.message
+
+
+def test_a_checkpoint_without_a_bias_of_the_choice(tmp_path: Path) -> None:
+    """Those of A.X K1 have none, and have norms that layers without experts do not use."""
+    model = make_family(tmp_path, "axk1", cases("axk1")[0])
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    path = tmp_path / "model.safetensors"
+    weights = {name: weight for name, weight in load_file(path).items() if not name.endswith("e_score_correction_bias")}
+    weights["model.layers.0.post_mlp_layernorm.weight"] = torch.full((64,), 7.0)
+    save_file(weights, path, metadata={"format": "pt"})
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    found = PagedRun(load_decoder(tmp_path)).step({}, {"a": tokens})["a"]
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.slow

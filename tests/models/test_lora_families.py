@@ -31,7 +31,9 @@ FUSED = {
 }
 """Family -> modules of its layers."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MODULES = FUSED | dict.fromkeys(("glm4_moe", "minimax_m2", "qwen3_moe"), ATTENTION)
+MODULES = FUSED | dict.fromkeys(
+    ("dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open"), ATTENTION
+)
 """The same of families with experts, which take no adapters."""
 LLAMAS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -63,7 +65,7 @@ def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
         "gemma2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gemma3_text", "glm4_moe", "granite", "minimax_m2", "olmo2")
+            for name in ("ernie4_5_moe", "gemma3_text", "glm4_moe", "granite", "minimax_m2", "olmo2", "qwen2_moe")
         ),
     ],
 )

@@ -151,6 +151,34 @@ LOADS |= {
         qk_nope_head_dim=16, v_head_dim=16, topk_method="noaux_tc", partial_rotary_factor=1.0, rope_scaling=None, head_dim=8,
         num_key_value_heads=4,
     ),
+    "one shared expert with a weight": text(
+        "Qwen2MoeForCausalLM", "qwen2_moe", **EXPERTS, shared_expert_intermediate_size=64, max_window_layers=28,
+        use_sliding_window=False, sliding_window=32768, rope_scaling=None,
+    ),
+    "experts counted in names of their own": text(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", moe_num_experts=8, moe_k=2, moe_num_shared_experts=2, moe_layer_start_index=1,
+        moe_layer_interval=1, moe_intermediate_size=32, moe_capacity=[8, 8, 8], moe_use_aux_free=True, use_bias=False,
+        tie_word_embeddings=True, num_nextn_predict_layers=1,
+    ),
+    "sigmoids by another name": text(
+        "Dots1ForCausalLM", "dots1", **ROUTED, scoring_func="noaux_tc", topk_method="noaux_tc", moe_layer_freq=1,
+        sliding_window=None, max_window_layers=62, use_sliding_window=False,
+    ),
+    "experts in every layer": text(
+        "SolarOpenForCausalLM", "solar_open", **ROUTED | {"first_k_dense_replace": 0}, partial_rotary_factor=1.0,
+        attention_bias=False, use_qk_norm=False,
+    ),
+    "latent attention, a norm after experts": text(
+        "AXK1ForCausalLM", "axk1", **ROUTED, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1, head_dim=8,
+    ),
+    "latent attention without experts": text(
+        "YoutuForCausalLM", "youtu", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, rope_interleave=True, embedding_initializer_range=0.02, mlp_bias=False, head_dim=8,
+    ),
+    "norms over all heads, experts": text(
+        "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
+    ),
     "two attentions per layer, experts without weights": {
         name: value for name, value in SIZES.items() if name not in ("num_hidden_layers", "intermediate_size")
     } | {

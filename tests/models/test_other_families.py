@@ -101,6 +101,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     ("deepseek_v3", "Glm4MoeForCausalLM", {"num_key_value_heads": 4, **SMALL_EXPERTS}, "kv_lora_rank is 512"),
     ("mixtral", "MiniMaxM2ForCausalLM", {}, "q_norm"),
+    ("glm4_moe", "Dots1ForCausalLM", SMALL_EXPERTS, "partial_rotary_factor"),
+    ("glm4_moe", "SolarOpenForCausalLM", {**SMALL_EXPERTS, "use_qk_norm": True}, "partial_rotary_factor|use_qk_norm"),
+    ("deepseek_v3", "YoutuForCausalLM", {"num_key_value_heads": 4, **SMALL_EXPERTS}, "n_routed_experts is 4"),
+    ("qwen3_moe", "Qwen2MoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 8}, "k_proj.bias|shared_expert"),
+    ("qwen3_moe", "OlmoeForCausalLM", {"num_experts": 4, "moe_intermediate_size": 8}, "moe_intermediate_size is 8"),
+    ("ernie4_5", "Ernie4_5_MoeForCausalLM", {}, r"mlp\.gate\.weight is in none of"),
     ("axk1", "Glm4MoeLiteForCausalLM", {"num_key_value_heads": 4, **SMALL_EXPERTS}, "post_mlp_layernorm"),
     ("phimoe", "MixtralForCausalLM", {}, "lm_head_bias|no place|sliding"),
 ]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdserve.models.config.model_config import ModelFamily
+from pdserve.models.families.axk1 import AXK1
 from pdserve.models.families.deepseek import DeepSeekV2, DeepSeekV3
+from pdserve.models.families.dots1 import Dots1
+from pdserve.models.families.ernie4_5_moe import Ernie45Moe
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
 from pdserve.models.families.glm4 import Glm4
@@ -22,19 +25,26 @@ from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.mixtral import Mixtral
 from pdserve.models.families.olmo2 import Olmo2
+from pdserve.models.families.olmoe import Olmoe
 from pdserve.models.families.phi3 import Phi3
 from pdserve.models.families.qwen2 import Qwen2
 from pdserve.models.families.qwen2_5_vl import Qwen2_5_VL
+from pdserve.models.families.qwen2_moe import Qwen2Moe
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.families.qwen3_moe import Qwen3Moe
 from pdserve.models.families.qwen3_vl import Qwen3VL
 from pdserve.models.families.qwen3_vl_moe import Qwen3VLMoe
 from pdserve.models.families.seed_oss import SeedOss
 from pdserve.models.families.smollm3 import SmolLM3
+from pdserve.models.families.solar_open import SolarOpen
+from pdserve.models.families.youtu import Youtu
 
 FAMILIES: Mapping[str, type[ModelFamily]] = {
+    "AXK1ForCausalLM": AXK1,
     "DeepseekV2ForCausalLM": DeepSeekV2,
     "DeepseekV3ForCausalLM": DeepSeekV3,
+    "Dots1ForCausalLM": Dots1,
+    "Ernie4_5_MoeForCausalLM": Ernie45Moe,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4ForCausalLM": Glm4,
@@ -52,8 +62,10 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
     "Olmo2ForCausalLM": Olmo2,
+    "OlmoeForCausalLM": Olmoe,
     "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2MoeForCausalLM": Qwen2Moe,
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VL,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
@@ -61,6 +73,8 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
     "SeedOssForCausalLM": SeedOss,
     "SmolLM3ForCausalLM": SmolLM3,
+    "SolarOpenForCausalLM": SolarOpen,
+    "YoutuForCausalLM": Youtu,
 }
 """The single entry of `architectures` in config.json -> its family."""
 BODIES: Mapping[str, str] = {
@@ -68,8 +82,9 @@ BODIES: Mapping[str, str] = {
 } | {"Gemma3TextModel": "Gemma3ForCausalLM"}
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GraniteForCausalLM", "LongcatFlashForCausalLM",
-    "MiniMaxM2ForCausalLM",
+    "Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
+    "GraniteForCausalLM", "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "OlmoeForCausalLM", "SolarOpenForCausalLM",
+    "YoutuForCausalLM",
 )  # fmt: skip
 """Families of which transformers has no class with a classification head, or with another name."""
 CLASSIFIERS: Mapping[str, str] = {

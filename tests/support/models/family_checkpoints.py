@@ -44,6 +44,10 @@ _LATENT: dict[str, Any] = {
 _SMALL_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 2,
 }  # fmt: skip
+_ALL_SPARSE: dict[str, Any] = {name: value for name, value in _SMALL_EXPERTS.items() if name != "first_k_dense_replace"}
+_NUMBERED_EXPERTS: dict[str, Any] = {
+    "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 20, "moe_num_shared_experts": 2,
+}  # fmt: skip
 _ZERO_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 4, "expert_ffn_hidden_size": 20, "routed_scaling_factor": 3.0,
 }  # fmt: skip
@@ -181,6 +185,75 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "block_multiple_of": 8,
         },
     ],
+    "qwen2_moe": [
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 2,
+        },
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 12,
+            "mlp_only_layers": [1],
+            "qkv_bias": False,
+        },
+    ],
+    "ernie4_5_moe": [
+        {**_NUMBERED_EXPERTS, "tie_word_embeddings": False},
+        {**_NUMBERED_EXPERTS, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        {**_NUMBERED_EXPERTS, "moe_layer_end_index": 2, "moe_num_shared_experts": 1, "moe_k": 1},
+    ],
+    "dots1": [
+        {**_SMALL_EXPERTS, "sliding_window": None},
+        {
+            **_SMALL_EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+        },
+        {**_SMALL_EXPERTS, "attention_bias": True, "routed_scaling_factor": 2.5, "sliding_window": 600},
+    ],
+    "axk1": [
+        {**_LATENT, **_SMALL_EXPERTS, "n_group": 4, "topk_group": 2},
+        {
+            **_LATENT,
+            **_SMALL_EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_hidden_layers": 3,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN,
+        },
+    ],
+    "youtu": [
+        {**_LATENT, "tie_word_embeddings": False},
+        {**_LATENT, "q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "rope_parameters": _YARN},
+    ],
+    "solar_open": [
+        _ALL_SPARSE,
+        {**_ALL_SPARSE, "n_group": 4, "topk_group": 2, "attention_bias": True, "norm_topk_prob": False},
+    ],
+    "olmoe": [
+        {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": None},
+        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True, "head_dim": None},
+    ],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
     "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
     "mixtral": [
@@ -264,7 +337,12 @@ def cases(family: str) -> list[dict[str, Any]]:
 
 
 def _completed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Of latent attention there are keys for every head, and configurations call the rotated part a head."""
+    """Of latent attention there are keys for every head, and configurations call the rotated part a head.
+
+    head_dim None: heads have all of the hidden size, which some families need.
+    """
+    if fields.get("head_dim", 0) is None:
+        return fields | {"head_dim": fields.get("hidden_size", 64) // fields.get("num_attention_heads", 4)}
     if "qk_rope_head_dim" not in fields:
         return fields
     return fields | {

@@ -46,7 +46,7 @@ class DeepSeekV2(DeepSeekV3):
     other_model_types = frozenset()
     default_experts = ExpertShape(256, 8, 2048, num_groups=0, kept_groups=0)
     default_dense_layers = 0
-    routing: ClassVar[Mapping[str, str]] = {"scoring_func": "softmax"}
+    routing: ClassVar[Mapping[str, tuple[str, ...]]] = {"scoring_func": ("softmax",)}
     has_routing_bias = False
 
     @classmethod

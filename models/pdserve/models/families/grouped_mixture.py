@@ -34,18 +34,20 @@ class GroupedMixture(ModelFamily, ABC):
     default_experts: ClassVar[ExpertShape]
     default_dense_layers: ClassVar[int] = 1
     """Layers before the first one with experts, if config.json does not say."""
-    routing: ClassVar[Mapping[str, str]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    """Fields that name the only routing that there is."""
+    routing: ClassVar[Mapping[str, tuple[str, ...]]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    """Fields that name the only routing that there is, with its names."""
     has_draft_layers = True
     has_routing_bias: ClassVar[bool] = True
     """True: scores are sigmoids, and a bias corrects the choice."""
+    may_lack_routing_bias: ClassVar[bool] = False
+    """True: checkpoints without it have zeros."""
 
     @classmethod
     def read_experts(cls, config: JsonObject, *, has_groups: bool = True) -> ExpertShape:
         """has_groups: see `ExpertShape.read`. Raises: ConfigError."""
-        for name, value in cls.routing.items():
-            if config.text(name, value) != value:
-                raise config.error(name, f'"{value}"')
+        for field, names in cls.routing.items():
+            if config.text(field, names[0]) not in names:
+                raise config.error(field, " or ".join(f'"{name}"' for name in names))
         return cls.default_experts.read(config, has_groups=has_groups)
 
     @classmethod
@@ -71,7 +73,8 @@ class GroupedMixture(ModelFamily, ABC):
         experts, hidden, gate = self.experts, config.hidden_size, f"{prefix}.gate"
         router = load_grouped_router(
             weights, gate, hidden, experts.num_experts, experts.top_k,
-            bias=f"{gate}.e_score_correction_bias" if self.has_routing_bias else None, normalise=experts.normalise,
+            bias=f"{gate}.e_score_correction_bias" if self.has_routing_bias else None,
+            may_lack_bias=self.may_lack_routing_bias, normalise=experts.normalise,
             scale=experts.scale, num_groups=experts.num_groups, kept_groups=experts.kept_groups,
         )  # fmt: skip
         shared = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.models.config.expert_counts import EXPERT_FIELDS, read_experts
+from pdserve.models.config.expert_shape import MAX_EXPERT_SIZE
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.sliding_windows import WINDOW_FIELDS, window_of_all_layers
@@ -14,7 +15,17 @@ from pdserve.models.layers.routing import load_router
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
 
-_MAX_WIDTH = 1 << 20
+
+def read_sparse_layers(config: JsonObject, num_layers: int, num_experts: int) -> tuple[bool, ...]:
+    """Per layer: True if it has experts. Raises: ConfigError."""
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.items("mlp_only_layers") or []
+    if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
+        raise config.error("mlp_only_layers", "a list of layer numbers")
+    dense_layers = set(dense)
+    return tuple(
+        num_experts > 0 and layer not in dense_layers and (layer + 1) % step == 0 for layer in range(num_layers)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +55,6 @@ class Qwen3Moe(ModelFamily):
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Qwen3Moe:
         num_experts, top_k = read_experts(config, default_experts=128, default_top_k=8)
-        step = config.integer("decoder_sparse_step", 1)
-        dense = config.items("mlp_only_layers") or []
-        if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
-            raise config.error("mlp_only_layers", "a list of layer numbers")
-        dense_layers = set(dense)
         has_windows = config.boolean("use_sliding_window", False)
         bias = config.boolean("attention_bias", False)
         return cls(
@@ -57,11 +63,9 @@ class Qwen3Moe(ModelFamily):
             output_bias=bias,
             num_experts=num_experts,
             top_k=top_k,
-            expert_size=config.integer("moe_intermediate_size", 768, maximum=_MAX_WIDTH),
+            expert_size=config.integer("moe_intermediate_size", 768, maximum=MAX_EXPERT_SIZE),
             normalise=config.boolean("norm_topk_prob", False),
-            sparse_layers=tuple(
-                num_experts > 0 and layer not in dense_layers and (layer + 1) % step == 0 for layer in range(num_layers)
-            ),
+            sparse_layers=read_sparse_layers(config, num_layers, num_experts),
         )
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
@@ -71,6 +75,10 @@ class Qwen3Moe(ModelFamily):
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         if not self.sparse_layers[index]:
             return super().load_mlp(weights, prefix, config, index)
+        return self.load_experts(weights, prefix, config)
+
+    def load_experts(self, weights: WeightLoader, prefix: str, config: ModelConfig) -> SparseMlp:
+        """Raises: ConfigError."""
         router = load_router(
             weights, prefix, config.hidden_size, self.num_experts, self.top_k, normalise=self.normalise
         )

@@ -92,12 +92,20 @@ def load_grouped_router(
     top_k: int,
     *,
     bias: str | None,
+    may_lack_bias: bool = False,
     normalise: bool,
     scale: float = 1.0,
     num_groups: int = 1,
     kept_groups: int = 1,
 ) -> GroupedRouter:
-    """Read `{gate}.weight` and the weight named `bias`, in float32. Raises: ConfigError."""
-    logits = make_linear(weights.tensor(f"{gate}.weight", num_experts, hidden_size, dtype=torch.float32))
-    added = None if bias is None else weights.tensor(bias, num_experts, dtype=torch.float32)
-    return GroupedRouter(logits, top_k, normalise, num_groups, kept_groups, scale, added)
+    """Read `{gate}.weight` and the weight named `bias`, in float32.
+
+    bias: None: scores are softmax probabilities. may_lack_bias: a checkpoint without it has zeros. Raises: ConfigError.
+    """
+    weight = weights.tensor(f"{gate}.weight", num_experts, hidden_size, dtype=torch.float32)
+    added = None
+    if bias is not None and may_lack_bias and weights.shape(bias) is None:
+        added = torch.zeros(num_experts, device=weight.device)
+    elif bias is not None:
+        added = weights.tensor(bias, num_experts, dtype=torch.float32)
+    return GroupedRouter(make_linear(weight), top_k, normalise, num_groups, kept_groups, scale, added)

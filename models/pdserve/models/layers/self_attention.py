@@ -72,8 +72,8 @@ class SelfAttention:
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
-        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms. is_gated: in `q_proj`, the rows of
-        each head are followed by those of its gate.
+        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms. is_gated: in
+        `q_proj`, the rows of each head are followed by those of its gate.
         Raises: ConfigError.
         """
         shard = weights.shard

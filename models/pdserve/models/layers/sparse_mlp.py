@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
+from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import Experts, make_experts
@@ -27,7 +28,9 @@ class SparseMlp:
     group: RankGroup | None = None
     """The ranks that share the inner size of each expert."""
     shared: GatedMlp | None = None
-    """The experts that every token has, with weight 1, side by side in one MLP."""
+    """The experts that every token has, side by side in one MLP."""
+    shared_gate: Linear | None = None
+    """`[T, H]` -> `[T, 1]`, whose sigmoid is their weight; None: the weight is 1."""
 
     @classmethod
     def load(
@@ -71,7 +74,10 @@ class SparseMlp:
         added = self.experts(x, routing_weights, chosen, ops)
         # before the addition, every rank has the same residual and so the same experts per token
         added = added if self.group is None else self.group.all_reduce(added)
-        return added if self.shared is None else added.add_(self.shared(x, ops))
+        if self.shared is None:
+            return added
+        shared = self.shared(x, ops)
+        return added.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(x).sigmoid()))
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """`s = residual + experts(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
