@@ -31,6 +31,13 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
+@pytest.fixture(scope="module")
+def delta(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """Three of four layers have a matrix per head."""
+    folder = make_state_model(tmp_path_factory.mktemp("delta"), "qwen3_next")
+    return folder, Oracle(folder)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -52,6 +59,16 @@ def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> 
                 if "kv_cache_dtype" not in options:
                     oracle.check(prompt, list(answer.outputs[0].token_ids))
                 assert len(answer.outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("options", [{"block_size": 4, "max_num_batched_tokens": 17}, {"num_blocks": 13}])
+def test_greedy_texts_with_delta_nets(delta: tuple[Path, Oracle], options: dict[str, Any]) -> None:
+    folder, oracle = delta
+    options = {"num_blocks": 128, **options}
+    with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
+        for _ in range(2):
+            for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+                oracle.check(prompt, list(answer.outputs[0].token_ids))
 
 
 def test_forks(folder: Path, oracle: Oracle) -> None:

@@ -32,6 +32,7 @@ from pdserve.models.families.qwen2_5_vl import Qwen2_5_VL
 from pdserve.models.families.qwen2_moe import Qwen2Moe
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.families.qwen3_moe import Qwen3Moe
+from pdserve.models.families.qwen3_next import Qwen3Next
 from pdserve.models.families.qwen3_vl import Qwen3VL
 from pdserve.models.families.qwen3_vl_moe import Qwen3VLMoe
 from pdserve.models.families.seed_oss import SeedOss
@@ -69,6 +70,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VL,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3VLForConditionalGeneration": Qwen3VL,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
     "SeedOssForCausalLM": SeedOss,

@@ -60,6 +60,14 @@ _MIMO: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "mlp_layer_types": None,
 }  # fmt: skip
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 12,
+}
 OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "deepseek_v2": [
         {**_LATENT, **_SMALL_EXPERTS, "topk_method": "greedy"},
@@ -183,6 +191,41 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "conv_bias": True,
             "conv_L_cache": 5,
             "block_multiple_of": 8,
+        },
+    ],
+    "qwen3_next": [
+        {
+            **_DELTA,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+        },
+        {
+            **_DELTA,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+        },
+        {
+            **_DELTA,
+            "head_dim": 32,
+            "num_hidden_layers": 5,
+            "linear_num_key_heads": 1,
+            "linear_value_head_dim": 6,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "num_experts": 5,
+            "num_experts_per_tok": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ],
     "qwen2_moe": [

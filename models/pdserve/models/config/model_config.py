@@ -349,6 +349,8 @@ class FamilyLayers:
     """True: they are normalised over all heads."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
+    gates_attention: ClassVar[bool] = False
+    """True: `q_proj` has rows for a gate of each head's result, too."""
     norms: ClassVar[LayerNorms] = LayerNorms()
     default_latent: ClassVar[LatentShape | None] = None
     """Sizes of a family with latent attention that config.json may leave out."""
@@ -423,6 +425,7 @@ class FamilyLayers:
             order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
             qk_norm_eps=config.rms_norm_eps if self.has_qk_norm or self.norms_projection else None,
             qk_norm_offset=self.norm_offset, norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
+            is_gated=self.gates_attention,
         )  # fmt: skip
 
     def load_norm(self, weights: WeightLoader, name: str, config: ModelConfig) -> RmsNorm:

@@ -158,7 +158,11 @@ def with_lora_targets(
         for index, layer in enumerate(decoder.layers):
             attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
             hidden, inner, name = config.hidden_size, config.intermediate_size, f"{prefix}.self_attn"
-            if not isinstance(attention, SelfAttention):
+            if (
+                not isinstance(attention, SelfAttention)
+                or attention.gate is not None
+                or attention.value_dim is not None
+            ):
                 raise UnsupportedModel(
                     f"enable_lora is true, and the attention of {config.architecture} takes no adapters"
                 )
