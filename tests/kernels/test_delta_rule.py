@@ -40,6 +40,11 @@ def sequence(num_tokens: int, strength: float, seed: int = 1) -> Sequence:
     )
 
 
+def _first(given: Sequence, num_tokens: int) -> Sequence:
+    query, key, value, decay, beta = (each[:num_tokens] for each in given[:5])
+    return Sequence(query, key, value, decay, beta, given.state)
+
+
 def recurrence(given: Sequence) -> tuple[Tensor, Tensor]:
     query, key, value, decay, beta, state = (each.double() for each in given)
     found = []
@@ -64,9 +69,9 @@ def test_chunks_are_the_recurrence(num_tokens: int, strength: float) -> None:
 def test_a_sequence_may_be_cut_anywhere() -> None:
     """A chunk, and then a token of each of two sequences at once."""
     both = [sequence(40, 0.3, seed) for seed in (1, 2)]
-    halves = [delta_chunks(*(each[:39] for each in given[:5]), given.state) for given in both]
-    rows = [torch.stack([given[place][39] for given in both]) for place in range(5)]
-    found, states = delta_step(*rows, torch.stack([state for _, state in halves]))
+    halves = [delta_chunks(*_first(given, 39)) for given in both]
+    query, key, value, decay, beta = (torch.stack([given[place][39] for given in both]) for place in range(5))
+    found, states = delta_step(query, key, value, decay, beta, torch.stack([state for _, state in halves]))
     for place, given in enumerate(both):
         expected, last = recurrence(given)
         torch.testing.assert_close(found[place].double(), expected[39], atol=2e-5, rtol=2e-5)

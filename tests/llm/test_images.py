@@ -33,7 +33,7 @@ TEXT = f"The river {PICTURE} had another colour, {PICTURE} and the miller sang."
 NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param(ALL_FAMILIES[-1], marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_5", pytest.param(ALL_FAMILIES[-1], marks=pytest.mark.slow)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

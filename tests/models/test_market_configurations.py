@@ -67,6 +67,11 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
 
+PICTURES: dict[str, Any] = {
+    "image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 def text(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return SIZES | {"architectures": [architecture], "model_type": model_type} | fields
@@ -109,8 +114,7 @@ LOADS: dict[str, dict[str, Any]] = {
             "model_type": "qwen3_vl_moe_text",
             "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
         },
-        image_token_id=300, video_token_id=301, vision_start_token_id=302, vision_end_token_id=303, vision_config=VISION,
-        tie_word_embeddings=False,
+        **PICTURES, vision_config=VISION,
     ),
     "several kinds of KV heads, fp8 in blocks": text(
         "MiMoV2FlashForCausalLM", "mimo_v2_flash", num_key_value_heads=1, head_dim=24, v_head_dim=16, rope_theta=5000000,
@@ -127,6 +131,18 @@ LOADS: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid",
         topk_method="noaux_tc", num_nextn_predict_layers=1, head_dim=8, quantization_config=BLOCKS,
     ),
+}  # fmt: skip
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "head_dim": 32,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2, "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": [],
+    "attention_bias": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
 }  # fmt: skip
 ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
@@ -176,6 +192,22 @@ LOADS |= {
         "YoutuForCausalLM", "youtu", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=16, v_head_dim=16, rope_interleave=True, embedding_initializer_range=0.02, mlp_bias=False, head_dim=8,
     ),
+    "delta nets, gates, experts, fp8 in blocks": text(
+        "Qwen3NextForCausalLM", "qwen3_next", **EXPERTS, **DELTA, partial_rotary_factor=0.25, full_attention_interval=2,
+        shared_expert_intermediate_size=32, attention_bias=False, rope_scaling=None, quantization_config=BLOCKS,
+    ),
+    "delta nets, pictures": wrapped(
+        "Qwen3_5ForConditionalGeneration", "qwen3_5", DELTA | HYBRID | {"model_type": "qwen3_5_text", "output_gate_type": "swish"},
+        **PICTURES, vision_config=VISION | {"deepstack_visual_indexes": []},
+    ),
+    "delta nets, pictures, experts, NVFP4": wrapped(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
+        DELTA | HYBRID | {
+            "model_type": "qwen3_5_moe_text", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.001, "intermediate_size": None,
+        },
+        **PICTURES, vision_config=VISION | {"deepstack_visual_indexes": []}, quantization_config=NVFP4,
+    ),
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),
@@ -189,9 +221,8 @@ LOADS |= {
     },
 }  # fmt: skip
 NEEDS: dict[str, tuple[dict[str, Any], str]] = {
-    "gated delta net": (
-        wrapped("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", EXPERTS | {"full_attention_interval": 4}),
-        "needs recurrent state (gated delta net), which is not served",
+    "Kimi delta attention": (
+        wrapped("KimiK3ForConditionalGeneration", "kimi_k3", EXPERTS), "needs Kimi delta attention, and a vision encoder of its own"
     ),
     "state spaces": (
         text("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="M*", mamba_num_heads=4, mamba_head_dim=16, n_groups=1),

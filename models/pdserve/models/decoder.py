@@ -49,7 +49,7 @@ class _Rotation(NamedTuple):
         """rope None: every number is rotated by 0, which changes no bit."""
         if rope is None:
             return cls(torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device))
-        axes = None if rope.mrope is None else rope.mrope.axes().to(device)
+        axes = None if rope.mrope is None else rope.mrope.axes(head_dim // 2).to(device)
         return cls(rope.inverse_frequencies(head_dim).to(device), rope.magnitudes(head_dim).to(device), axes)
 
     def phases(self, positions: Tensor) -> Tensor:

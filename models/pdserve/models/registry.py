@@ -31,6 +31,7 @@ from pdserve.models.families.qwen2 import Qwen2
 from pdserve.models.families.qwen2_5_vl import Qwen2_5_VL
 from pdserve.models.families.qwen2_moe import Qwen2Moe
 from pdserve.models.families.qwen3 import Qwen3
+from pdserve.models.families.qwen3_5 import Qwen35, Qwen35Moe, Qwen35VL, Qwen35VLMoe
 from pdserve.models.families.qwen3_moe import Qwen3Moe
 from pdserve.models.families.qwen3_next import Qwen3Next
 from pdserve.models.families.qwen3_vl import Qwen3VL
@@ -73,25 +74,31 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3VLForConditionalGeneration": Qwen3VL,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35VL,
+    "Qwen3_5MoeForCausalLM": Qwen35Moe,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35VLMoe,
     "SeedOssForCausalLM": SeedOss,
     "SmolLM3ForCausalLM": SmolLM3,
     "SolarOpenForCausalLM": SolarOpen,
     "YoutuForCausalLM": Youtu,
 }
 """The single entry of `architectures` in config.json -> its family."""
+_TEXT_PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+"""Families whose name without an ending is that of models with images, and whose bodies and classifiers have names of their own."""
+_CAUSAL = {name.removesuffix("ForCausalLM"): name for name in FAMILIES if name.endswith("ForCausalLM")}
 BODIES: Mapping[str, str] = {
-    f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES if name.endswith("ForCausalLM")
-} | {"Gemma3TextModel": "Gemma3ForCausalLM"}
+    f"{name}TextModel" if name in _TEXT_PARTS else f"{name}Model": causal for name, causal in _CAUSAL.items()
+}
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
-    "GraniteForCausalLM", "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "OlmoeForCausalLM", "SolarOpenForCausalLM",
-    "YoutuForCausalLM",
+    "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "Lfm2", "LongcatFlash", "MiMoV2Flash", "MiniMaxM2", "Olmoe",
+    "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
-"""Families of which transformers has no class with a classification head, or with another name."""
+"""Families of which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {
-    f"{name.removesuffix('ForCausalLM')}ForSequenceClassification": name
-    for name in FAMILIES
-    if name.endswith("ForCausalLM") and name not in _WITHOUT_CLASSIFIER
-} | {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
+    f"{name}{'Text' * (name in _TEXT_PARTS)}ForSequenceClassification": causal
+    for name, causal in _CAUSAL.items()
+    if name not in _WITHOUT_CLASSIFIER
+}
 """Architectures with a classification head -> the same with a language-model head."""

@@ -74,7 +74,8 @@ def edit_text_config(folder: Path, **changes: object) -> None:
 def _matrix(folder: Path) -> str:
     """A matrix of the second layer."""
     found: str = max(
-        name for name in stored_names(folder) if re.search(r"layers\.1\.(mlp|self_attn)\.", name) and "norm" not in name
+        name for name in stored_names(folder)
+        if re.search(r"layers\.1\.(mlp|self_attn|feed_forward|linear_attn)\.", name) and "norm" not in name
         and not name.endswith(("bias", "sinks")) and ".visual." not in name
     )  # fmt: skip
     return found

@@ -60,14 +60,17 @@ _MIMO: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "mlp_layer_types": None,
 }  # fmt: skip
-_DELTA = {
+_DELTA_SHAPE = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 12,
 }
+_DELTA = {**_DELTA_SHAPE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 12}
+_DELTA_ROPE = {
+    "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}  # fmt: skip
 OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "deepseek_v2": [
         {**_LATENT, **_SMALL_EXPERTS, "topk_method": "greedy"},
@@ -191,6 +194,46 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "conv_bias": True,
             "conv_L_cache": 5,
             "block_multiple_of": 8,
+        },
+    ],
+    "qwen3_5_text": [
+        {**_DELTA_SHAPE, "num_hidden_layers": 4, "rope_parameters": _DELTA_ROPE, "head_dim": 16},
+        {
+            **_DELTA_SHAPE,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "rope_parameters": {**_DELTA_ROPE, "mrope_section": [1, 1, 1]},
+        },
+        {
+            **_DELTA_SHAPE,
+            "head_dim": 32,
+            "linear_num_key_heads": 1,
+            "linear_value_head_dim": 6,
+            "attention_bias": True,
+            "rope_parameters": {**_DELTA_ROPE, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5},
+        },
+    ],
+    "qwen3_5_moe_text": [
+        {
+            **_DELTA,
+            "num_hidden_layers": 4,
+            "rope_parameters": _DELTA_ROPE,
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 2,
+        },
+        {
+            **_DELTA,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 32,
+            "linear_num_key_heads": 1,
+            "rope_parameters": {**_DELTA_ROPE, "mrope_section": [2, 1, 1]},
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
         },
     ],
     "qwen3_next": [

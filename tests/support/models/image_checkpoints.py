@@ -24,6 +24,10 @@ with warnings.catch_warnings():
         PreTrainedTokenizerFast,
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
         Qwen3VLConfig,
         Qwen3VLForConditionalGeneration,
         Qwen3VLMoeConfig,
@@ -62,7 +66,11 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 
 _IDS = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VOCAB_SIZE + 3, "vision_start_token_id": VOCAB_SIZE,
         "vision_end_token_id": VOCAB_SIZE + 2}  # fmt: skip
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-ALL_FAMILIES = (*FAMILIES, "qwen3_vl_moe")
+ALL_FAMILIES = (*FAMILIES, "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "num_hidden_layers": 4, "head_dim": 32,
+}  # fmt: skip
 
 
 class ImageShape(NamedTuple):
@@ -109,7 +117,19 @@ def _model(family: str, is_tied: bool, shape: ImageShape) -> PreTrainedModel:
         return Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
         ).eval()
-    vision = _VISION | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49} | dict(shape.vision)
+    vision = _VISION | {"num_position_embeddings": 49}
+    if family.startswith("qwen3_5"):
+        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+        text = _TEXT | _DELTA | {"rope_parameters": rope} | dict(shape.text)
+        given: dict[str, Any] = {"vision_config": vision | dict(shape.vision), "tie_word_embeddings": is_tied, **_IDS}
+        if family == "qwen3_5":
+            return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, **given)).eval()
+        text |= {"num_experts": 5, "num_experts_per_tok": 2}
+        text |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+        mixture = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, **given)).eval()
+        mixture.set_experts_implementation("eager")
+        return mixture
+    vision |= {"deepstack_visual_indexes": [0, 2]} | dict(shape.vision)
     text = _TEXT | {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}} | dict(shape.text)
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
@@ -159,6 +179,8 @@ def chat_text(*parts: str | Image.Image) -> str:
 
 _CLASSES: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_5": Qwen3_5ForConditionalGeneration,
+    "qwen3_5_moe": Qwen3_5MoeForConditionalGeneration,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
     "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
 }
@@ -172,7 +194,7 @@ class ImageOracle:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        if family == "qwen3_vl_moe":
+        if family.endswith("moe"):
             self.model.set_experts_implementation("eager")
         self.pixels = json.loads((folder / "preprocessor_config.json").read_text())
         self.processor = Qwen2VLImageProcessorPil(**self.pixels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdserve.models.config.mrope import without_mrope
+from pdserve.models.config.mrope import read_mrope, without_mrope
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.families.qwen2 import Qwen2
 from pdserve.models.json_object import JsonObject
@@ -23,5 +23,5 @@ class Qwen2_5_VL(Qwen2):  # noqa: N801
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
-        plain, mrope = without_mrope(config, head_dim, (16, 24, 24), is_interleaved=False)
-        return replace(super().read_rope(plain, head_dim, max_positions), mrope=mrope)
+        rope = super().read_rope(without_mrope(config), head_dim, max_positions)
+        return replace(rope, mrope=read_mrope(config, head_dim // 2, (16, 24, 24), is_interleaved=False))

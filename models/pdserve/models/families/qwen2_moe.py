@@ -54,4 +54,8 @@ class Qwen2Moe(Qwen3Moe):
     def load_experts(self, weights: WeightLoader, prefix: str, config: ModelConfig) -> SparseMlp:
         shared = GatedMlp.load(weights, f"{prefix}.shared_expert", config.hidden_size, self.shared_size, bias=False)
         gate = make_linear(weights.tensor(f"{prefix}.shared_expert_gate.weight", 1, config.hidden_size))
-        return replace(super().load_experts(weights, prefix, config), shared=shared, shared_gate=gate)
+        return replace(self.load_routed_experts(weights, prefix, config), shared=shared, shared_gate=gate)
+
+    def load_routed_experts(self, weights: WeightLoader, prefix: str, config: ModelConfig) -> SparseMlp:
+        """Raises: ConfigError."""
+        return super().load_experts(weights, prefix, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdserve.models.config.mrope import without_mrope
+from pdserve.models.config.mrope import read_mrope, without_mrope
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.json_object import JsonObject
@@ -21,5 +21,5 @@ class Qwen3VL(Qwen3):
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
-        plain, mrope = without_mrope(config, head_dim, (24, 20, 20), is_interleaved=True)
-        return replace(super().read_rope(plain, head_dim, max_positions), mrope=mrope)
+        rope = super().read_rope(without_mrope(config), head_dim, max_positions)
+        return replace(rope, mrope=read_mrope(config, head_dim // 2, (24, 20, 20), is_interleaved=True))

@@ -6,13 +6,16 @@ the last columns of the convolution, and the matrices of its value heads. Source
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.cpu.matrices import with_rows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.state.causal_conv import causal_conv
 from pdserve.kernels.state.delta_rule import delta_chunks, delta_step
@@ -60,39 +63,41 @@ class GatedDeltaNet:
         shape: DeltaShape,
         hidden_size: int,
         eps: float,
+        *,
+        is_split: bool = False,
     ) -> GatedDeltaNet:
         """Read `{prefix}.in_proj_qkvz`, `in_proj_ba`, `conv1d`, `dt_bias`, `A_log`, `norm` and `out_proj`.
 
-        spec, shape: with the heads of all ranks. Raises: ConfigError.
+        spec, shape: with the heads of all ranks. is_split: read `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` in place of
+        the first two, whose rows are those of all queries, then of all keys, and so on. Raises: ConfigError.
         """
         shard, heads, per_key = weights.shard, shape.num_key_heads, shape.values_per_key
         own = shard.heads(heads)
-
-        def part(size: int, first: int = 0) -> Part | None:
-            """The rows of this rank's heads of `size` rows, in a tensor where those of all begin at `first`."""
-            if len(own) == heads and not first:
-                return None
-            return Part(0, first + own.start * size, first + own.stop * size)
-
-        def read(name: str, per_head: int) -> Linear:
-            return make_linear(weights.matrix(f"{prefix}.{name}", heads * per_head, hidden_size, part(per_head)))
+        values = per_key * shape.value_dim
+        if is_split:
+            parts = {"in_proj_qkv": (shape.key_dim, shape.key_dim, values), "in_proj_z": (values,)}
+            strengths = {"in_proj_b": (per_key,), "in_proj_a": (per_key,)}
+        else:
+            parts, strengths = {"in_proj_qkvz": (shape.channels_per_key + values,)}, {"in_proj_ba": (2 * per_key,)}
 
         def vector(name: str) -> Tensor:
-            return weights.tensor(f"{prefix}.{name}", heads * per_key, part=part(per_key), dtype=torch.float32)
+            part = None if len(own) == heads else _rows_of(own, per_key)
+            return weights.tensor(f"{prefix}.{name}", heads * per_key, part=part, dtype=torch.float32)
 
-        values = per_key * shape.value_dim
         kernel = weights.tensor(
             f"{prefix}.conv1d.weight", heads * shape.channels_per_key, 1, shape.conv_length
         ).squeeze(1)
-        query, key, value = torch.split(kernel, [heads * shape.key_dim, heads * shape.key_dim, heads * values])
-        by_head = [each.view(heads, -1, shape.conv_length)[own.start : own.stop] for each in (query, key, value)]
+        kernel = _by_head(
+            kernel, sizes=[heads * size for size in (shape.key_dim, shape.key_dim, values)], num_heads=heads
+        )
+        channels = slice(own.start * shape.channels_per_key, own.stop * shape.channels_per_key)
         return cls(
             index=index,
             spec=StateSpec(num_heads=len(own), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
             shape=shape,
-            qkvz=read("in_proj_qkvz", shape.channels_per_key + values),
-            ba=read("in_proj_ba", 2 * per_key),
-            weight=torch.cat(by_head, 1).flatten(0, 1).contiguous(),
+            qkvz=_read(weights, prefix, parts, heads, hidden_size),
+            ba=_read(weights, prefix, strengths, heads, hidden_size),
+            weight=kernel[channels].contiguous(),
             dt_bias=vector("dt_bias"),
             decay=vector("A_log").exp().neg(),
             norm=weights.tensor(f"{prefix}.norm.weight", shape.value_dim),
@@ -151,6 +156,36 @@ class GatedDeltaNet:
         wide = found.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.norm * wide.to(found.dtype) * F.silu(gate.float())).to(found.dtype)
+
+
+def _read(
+    weights: WeightLoader, prefix: str, parts: Mapping[str, Sequence[int]], heads: int, hidden_size: int
+) -> Linear:
+    """This rank's rows of some matrices, per key head those of each part. parts: name -> rows of a head in each part of it.
+
+    heads: of all ranks. Raises: ConfigError.
+    """
+    own, matrices, sizes = weights.shard.heads(heads), [], []
+    for name, its_sizes in parts.items():
+        first, rows = 0, heads * sum(its_sizes)
+        for size in its_sizes:
+            part = None if len(own) * size == rows else _rows_of(own, size, first)
+            matrices.append(weights.matrix(f"{prefix}.{name}", rows, hidden_size, part))
+            sizes.append(len(own) * size)
+            first += heads * size
+    stacked = weights.stack(matrices, [f"{prefix}.{name}" for name in parts])
+    return make_linear(with_rows(stacked, partial(_by_head, sizes=sizes, num_heads=len(own))))
+
+
+def _rows_of(heads: range, size: int, first: int = 0) -> Part:
+    """Rows of some heads of `size` rows, where those of all heads begin at `first`."""
+    return Part(0, first + heads.start * size, first + heads.stop * size)
+
+
+def _by_head(rows: Tensor, *, sizes: Sequence[int], num_heads: int) -> Tensor:
+    """Parts of `sizes` rows, each head by head -> head by head, each with its rows of all parts; `[R, ...]`."""
+    heads = [part.view(num_heads, -1, *rows.shape[1:]) for part in torch.split(rows, list(sizes))]
+    return torch.cat(heads, 1).flatten(0, 1)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -87,5 +87,7 @@ def _module(config: VisionConfig) -> Any:
         )
     from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
-    values = dict(config.values) | {"model_type": "qwen3_vl_vision"}
+    # transformers has three layers where config.json names none
+    layers = list(config.values.get("deepstack_visual_indexes") or ())
+    values = dict(config.values) | {"model_type": "qwen3_vl_vision", "deepstack_visual_indexes": layers}
     return modeling_qwen3_vl.Qwen3VLVisionModel(configuration_qwen3_vl.Qwen3VLVisionConfig(**values))
