@@ -35,9 +35,9 @@ class AttentionBackendError(Exception):
 def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> AttentionBackend:
     """name: `auto` takes the choice of the table for the device's architecture."""
     device = kv_cache.device
-    if has_latent_rows(kv_cache):
+    if name == "sdpa" and has_latent_rows(kv_cache):
         raise AttentionBackendError(
-            f"attention_backend is {name!r}, which reads keys and values, and the cache has latent rows"
+            f"attention_backend is {name!r}, which reads keys and values, and the cache has latent rows; triton reads them"
         )
     if find_spec("triton") is None:
         raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")
@@ -74,7 +74,7 @@ def _make_native(kv_cache: Tensor) -> AttentionBackend:
 
 def _make_auto(kv_cache: Tensor) -> AttentionBackend:
     """Triton's on a GPU where it is installed; on a CPU C++ where it is built; else torch's."""
-    if kv_cache.device.type == "cuda" and find_spec("triton") is not None and not has_latent_rows(kv_cache):
+    if kv_cache.device.type == "cuda" and find_spec("triton") is not None:
         return _make_triton("auto", kv_cache)
     if reason := _no_native(kv_cache):
         _LOGGER.info("attention in torch operations: %s", reason)
@@ -106,8 +106,8 @@ def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None
     """The back end called `name` over one engine's cache.
 
     name: `auto` for the fastest back end of the cache's device, a built-in back end, or an entry point. kv_cache: `[num_blocks,
-    Hkv, L, 2, bs, D]`, or a quantised one (`QuantizedPages`), which only torch's back end reads. dtype: of queries; default: of the
-    cache. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
+    Hkv, L, 2 or 1, bs, D]`, or a quantised one (`QuantizedPages`), which only torch's back end reads. dtype: of queries; default:
+    of the cache. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
     """
     if is_quantized(kv_cache):
         return _make_quantized(name, kv_cache, dtype)

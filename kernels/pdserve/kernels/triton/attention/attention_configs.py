@@ -15,7 +15,8 @@ our kernel."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfigs:
-    """One architecture's table, for heads of one width. Sizes are powers of two; `head_tile` says where others are used."""
+    """One architecture's table, for heads of one width or for latent rows. Sizes are powers of two; `head_tile` says where others
+    are used."""
 
     decode_programs: int
     """Programs that divide the pieces of a decode step among them: two per multiprocessor."""
@@ -34,6 +35,8 @@ class AttentionConfigs:
     """The meaning of `attention_backend` `auto`."""
     full_chunk: int = 256
     """A chunk is full if its number of tokens is a multiple of this: cuDNN makes a plan per number of tokens, which takes time."""
+    latent_heads: int = 16
+    """Query heads of a decode tile over latent rows, where a KV head has more than 16."""
     max_registers: int | None = 255
     """See `register_limit`; for decode, and for prefill in float32."""
     prefill_registers: int | None = None
@@ -81,6 +84,31 @@ _WIDE_TABLE = {name: replace(configs, **_SMALL) for name, configs in _TABLE.item
 }
 
 
-def attention_configs(architecture: str, head_dim: int) -> AttentionConfigs:
-    """architecture: of `launch_configs.architecture`."""
+_ROWS: dict[str, Any] = {
+    "decode_keys": 64,
+    "decode_warps": 8,
+    "decode_stages": 2,
+    "prefill_rows": 16,
+    "prefill_keys": 64,
+    "prefill_stages": 2,
+    "prefill": "triton",
+    "prefill_registers": 255,
+}
+"""For rows of 512 and 64 numbers. Instructions of older architectures take queries from registers, each warp all numbers of 16."""
+_NARROW: dict[str, Any] = {"decode_keys": 32, "prefill_keys": 32, "prefill_registers": None}
+_LATENT_TABLE = {name: replace(configs, **_ROWS) for name, configs in _TABLE.items()} | {
+    "sm_90": replace(
+        _HOPPER,
+        **_ROWS | {"latent_heads": 64, "decode_stages": 3, "prefill_rows": 64, "prefill_keys": 32, "prefill_stages": 3},
+    ),
+    "sm_100": replace(_BLACKWELL, **_ROWS | {"prefill_rows": 64, "prefill_keys": 32}),
+    "gfx942": replace(_TABLE["gfx942"], **_ROWS | _NARROW | {"decode_warps": 4, "prefill_warps": 4}),
+    INTERPRETER: replace(_TABLE[INTERPRETER], **_ROWS | _NARROW),
+}
+
+
+def attention_configs(architecture: str, head_dim: int, *, latent: bool = False) -> AttentionConfigs:
+    """architecture: of `launch_configs.architecture`; latent: for a cache with latent rows."""
+    if latent:
+        return _LATENT_TABLE[architecture]
     return (_WIDE_TABLE if head_dim > _WIDE else _TABLE)[architecture]

@@ -10,7 +10,7 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
 from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES
-from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_tile
+from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_queries, load_tile
 from pdserve.kernels.triton.launch_configs import register_limit
 
 JOINED_NUMBERS = 2048
@@ -22,31 +22,34 @@ JOINED_NUMBERS = 2048
 def attend_pieces(
     q, pages, tables, pieces, count, part, lse, distance_bias, num_columns, seq_lens, layer, scale, softcap,
     q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, BS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`softmax(cap(scale q k^T) + bias) v` over the keys of each piece, and the log2 of its denominator.
 
-    Programs take (piece, KV head) in turn; the G query heads of a KV head are the rows of one tile. pieces `[n, 4]` and count `[1]`
-    are of `cut_into_pieces` -> part `[n, Hq, D]`, lse `[n, Hq]`, float32, by place. With BIAS distance_bias is
-    `[Hq, num_columns]`, and seq_lens `[B]` the rows' lengths. Reference: `attend_decode`.
+    Programs take (piece, KV head, tile of heads) in turn; the rows of a tile are BLOCK_G of the G query heads of a KV head. pieces
+    `[n, 4]` and count `[1]` are of `cut_into_pieces` -> part `[n, Hq, DV]`, lse `[n, Hq]`, float32, by place. DV and LATENT: see
+    `load_tile`. With BIAS distance_bias is `[Hq, num_columns]`, and seq_lens `[B]` the rows' lengths. Reference: `attend_decode`.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    is_head = g < G
-    here = is_head[:, None] & (d < D)[None, :]
-    for item in range(tl.program_id(0), tl.load(count) * HKV, tl.num_programs(0)):
-        piece = pieces + item // HKV * 4
-        head = item % HKV
+    # tiles of the same keys are next to each other, so that they find them in the L2 cache
+    TILES: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
+    for item in range(tl.program_id(0), tl.load(count) * (HKV * TILES), tl.num_programs(0)):
+        piece = pieces + item // (HKV * TILES) * 4
+        head = item // TILES % HKV
+        of_group = item % TILES * BLOCK_G + g
+        is_head = of_group < G
+        here = is_head[:, None] & (d < DV)[None, :]
         row = tl.load(piece)
         first = tl.load(piece + 1)
         end = tl.load(piece + 2)
         place = tl.load(piece + 3)
-        heads = head * G + g
-        q_rows = q + row.to(tl.int64) * q_token_stride + heads[:, None] * q_head_stride + d[None, :]
-        queries = tl.load(q_rows, mask=here, other=0.0)
+        heads = head * G + of_group
+        q_rows = q + row.to(tl.int64) * q_token_stride + heads[:, None] * q_head_stride
+        queries, q_rest = load_queries(q_rows, is_head, D, DV, BLOCK_D, BLOCK_R)
         keys = pages + layer.to(tl.int64) * layer_stride + head * head_stride
         table = tables + row.to(tl.int64) * table_stride
         best = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -54,18 +57,18 @@ def attend_pieces(
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
             at = start + n
-            k, v = load_tile(keys, table, at, first, end, block_stride, D, BS, BLOCK_D, True)
+            k, rest, v = load_tile(keys, table, at, first, end, block_stride, D, DV, LATENT, BS, BLOCK_D, BLOCK_R, True)
             seen = ((at >= first) & (at < end))[None, :]
             bias = 0.0
             if BIAS:
                 distances = tl.load(seq_lens + row) - 1 - at
                 bias = load_bias(distance_bias, num_columns, heads, is_head, distances[None, :])
             best, total, acc = add_tile(
-                queries, k, v, seen, bias, best, total, acc, scale, softcap, True, SOFTCAP, BIAS, PRECISION
-            )
+                queries, q_rest, k, rest, v, seen, bias, best, total, acc, scale, softcap, BLOCK_R, True, SOFTCAP, BIAS, PRECISION
+            )  # fmt: skip
         at_head = place.to(tl.int64) * (HKV * G) + heads
         tl.store(lse + at_head, best + tl.log2(total), mask=is_head)
-        tl.store(part + at_head[:, None] * D + d[None, :], acc / total[:, None], mask=here)
+        tl.store(part + at_head[:, None] * DV + d[None, :], acc / total[:, None], mask=here)
 
 
 @triton.jit
@@ -125,9 +128,9 @@ def decode_attention(
     """Two launches that depend only on B.
 
     q `[B, Hq, D]`, rows may be strided; tables `[B, N]` int32; pieces `[>= n, 4]`, count `[1]` and first_piece `[B + 1]` int32, of
-    `cut_into_pieces`; part `[>= n * Hq * D]` and lse `[>= n * Hq]` float32, overwritten; sinks `[Hq]`, contiguous, of a spec that
-    has them; distance_bias `[Hq, columns]`, contiguous, of a spec that has it, with seq_lens `[B]` int32 -> out `[B, Hq, D]`,
-    contiguous.
+    `cut_into_pieces`; part `[>= n * Hq * Dv]` and lse `[>= n * Hq]` float32, overwritten; sinks `[Hq]`, contiguous, of a spec that
+    has them; distance_bias `[Hq, columns]`, contiguous, of a spec that has it, with seq_lens `[B]` int32 -> out `[B, Hq, Dv]`,
+    contiguous. Dv: `output_dim`.
     """
     num_rows, num_heads, head_dim = q.shape
     tile = head_tile(spec, kv_cache, configs)
@@ -137,15 +140,15 @@ def decode_attention(
         lse if distance_bias is None else distance_bias, 0 if distance_bias is None else distance_bias.shape[1],
         count if seq_lens is None else seq_lens, layer, scale, softcap,
         q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0),
-        HKV=spec.num_kv_heads, G=tile.group, D=head_dim, BS=kv_cache.shape[4],
-        BLOCK_G=tile.group_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.decode_keys,
+        HKV=spec.num_kv_heads, G=tile.group, D=head_dim, DV=spec.output_dim, LATENT=spec.value_dim is not None,
+        BS=kv_cache.shape[4], BLOCK_G=tile.decode_rows, BLOCK_D=tile.value_dim, BLOCK_R=tile.rest_dim, BLOCK_N=tile.decode_keys,
         SOFTCAP=spec.softcap is not None, BIAS=distance_bias is not None, PRECISION=tile.precision,
         num_warps=tile.decode_warps, num_stages=configs.decode_stages, enable_fp_fusion=True,
         **register_limit(configs.max_registers),
     )  # fmt: skip
     join_pieces[(num_rows, num_heads)](
         part, lse, first_piece, lse if sinks is None else sinks, out,
-        HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, MAX_S=MAX_PIECES,
-        BLOCK_S=min(MAX_PIECES, JOINED_NUMBERS // tile.head_dim), SINKS=sinks is not None,
+        HQ=num_heads, D=spec.output_dim, BLOCK_D=tile.value_dim, MAX_S=MAX_PIECES,
+        BLOCK_S=min(MAX_PIECES, JOINED_NUMBERS // tile.value_dim), SINKS=sinks is not None,
         num_warps=configs.join_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -9,23 +9,26 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
-from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_tile
+from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_queries, load_tile
 from pdserve.kernels.triton.launch_configs import register_limit
 
 
 @triton.jit
 def add_tiles(
-    q, keys, tables, position, begin, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
+    q, q_rest, keys, tables, position, begin, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
     distance_bias, num_columns, heads, of_row,
-    D: tl.constexpr, BS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, BS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`(best, total, acc)` with tiles `begin..end-1` of the sequence's keys. Without MASKED every row sees all of them. Keys before
     `first_key`, which no row sees, are not read: their blocks may be others'. With BIAS the rows are of these heads."""
     n = tl.arange(0, BLOCK_N)
     for tile in range(begin, end):
         at = tile * BLOCK_N + n
-        k, v = load_tile(keys, tables, at, first_key, last_key, block_stride, D, BS, BLOCK_D, MASKED)
+        k, rest, v = load_tile(
+            keys, tables, at, first_key, last_key, block_stride, D, DV, LATENT, BS, BLOCK_D, BLOCK_R, MASKED
+        )
         seen = (at < last_key)[None, :]
         if CAUSAL:
             seen = seen & (at[None, :] <= position[:, None])
@@ -35,8 +38,8 @@ def add_tiles(
         if BIAS:
             bias = load_bias(distance_bias, num_columns, heads, of_row, position[:, None] - at[None, :])
         best, total, acc = add_tile(
-            q, k, v, seen, bias, best, total, acc, scale, softcap, MASKED, SOFTCAP, BIAS, PRECISION
-        )
+            q, q_rest, k, rest, v, seen, bias, best, total, acc, scale, softcap, BLOCK_R, MASKED, SOFTCAP, BIAS, PRECISION
+        )  # fmt: skip
     return best, total, acc
 
 
@@ -44,20 +47,21 @@ def add_tiles(
 def attend_tiles(
     q, pages, tables, tiles, out, lse, sinks, distance_bias, num_columns, layer, scale, softcap,
     q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride, lse_token_stride, lse_head_stride,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
+    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`softmax(cap(scale q k^T) + bias + mask) v` of one tile: BLOCK_M // G tokens with the G query heads of one KV head each.
+    """`softmax(cap(scale q k^T) + bias + mask) v` of one tile: BLOCK_M // H tokens with H of the G query heads of one KV head each.
 
-    So keys are read once for G heads. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the tiles at the
-    edges of what the rows see need a mask. WINDOW 0: none. With JOIN, out `[T, Hq, D]` already has the result over other keys,
-    with the natural logarithm of its denominators in lse, and becomes the result over both. With SINKS and without JOIN, a head's
-    number in sinks `[Hq]` is one more score, whose weight goes to no value. distance_bias: `[Hq, num_columns]`, with BIAS.
-    Reference: `attend_prefill`.
+    So keys are read once for H heads, a divisor of G. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the
+    tiles at the edges of what the rows see need a mask. DV and LATENT: see `load_tile`. WINDOW 0: none. With JOIN,
+    out `[T, Hq, DV]` already has the result over other keys, with the natural logarithm of its denominators in lse, and becomes the
+    result over both. With SINKS and without JOIN, a head's number in sinks `[Hq]` is one more score, whose weight goes to no value.
+    distance_bias: `[Hq, num_columns]`, with BIAS. Reference: `attend_prefill`.
     """
     tile = tiles + tl.program_id(0) * 5
-    head = tl.program_id(1)
+    head = tl.program_id(1) // (G // H)
     sequence = tl.load(tile)
     first_row = tl.load(tile + 1)
     num_rows = tl.load(tile + 2)
@@ -66,15 +70,14 @@ def attend_tiles(
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    token = m // G
-    heads = head * G + m % G
-    # a tile has at most BLOCK_M // G tokens: where G is no power of two its last rows would be another tile's
+    token = m // H
+    heads = tl.program_id(1) * H + m % H
+    # a tile has at most BLOCK_M // H tokens: where H is no power of two its last rows would be another tile's
     of_row = token < num_rows
-    here = of_row[:, None] & (d < D)[None, :]
+    here = of_row[:, None] & (d < DV)[None, :]
     rows = (first_row + token).to(tl.int64)
-    queries = tl.load(
-        q + rows[:, None] * q_token_stride + heads[:, None] * q_head_stride + d[None, :], mask=here, other=0.0
-    )
+    q_rows = q + rows[:, None] * q_token_stride + heads[:, None] * q_head_stride
+    queries, q_rest = load_queries(q_rows, of_row, D, DV, BLOCK_D, BLOCK_R)
     position = first_position + token
     keys = pages + layer.to(tl.int64) * layer_stride + head * head_stride
     table = tables + sequence.to(tl.int64) * table_stride
@@ -89,8 +92,9 @@ def attend_tiles(
     if WINDOW > 0:
         full_begin = tl.maximum(first_position + num_rows - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
+    edge_begin = full_begin if LATENT else full_end
 
-    places = rows[:, None] * (HKV * G * D) + heads[:, None] * D + d[None, :]
+    places = rows[:, None] * (HKV * G * DV) + heads[:, None] * DV + d[None, :]
     if JOIN:
         # that result is one key's value, with the weight of all keys that it comes from
         best = tl.load(lse + rows * lse_token_stride + heads * lse_head_stride, mask=of_row, other=0.0) * LOG2E
@@ -105,19 +109,21 @@ def attend_tiles(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOW > 0:
         best, total, acc = add_tiles(
-            queries, keys, table, position, begin, full_begin, first_key, last_key, best, total, acc, scale, softcap, block_stride,
-            distance_bias, num_columns, heads, of_row,
-            D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
+            queries, q_rest, keys, table, position, begin, full_begin, first_key, last_key, best, total, acc, scale, softcap,
+            block_stride, distance_bias, num_columns, heads, of_row,
+            D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
+        )  # fmt: skip
+    # one loop over latent rows, with masks: of two the compiler keeps sums in memory
+    if not LATENT:
+        best, total, acc = add_tiles(
+            queries, q_rest, keys, table, position, full_begin, full_end, first_key, last_key, best, total, acc, scale, softcap,
+            block_stride, distance_bias, num_columns, heads, of_row,
+            D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, BIAS, PRECISION,
         )  # fmt: skip
     best, total, acc = add_tiles(
-        queries, keys, table, position, full_begin, full_end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
-        distance_bias, num_columns, heads, of_row,
-        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, BIAS, PRECISION,
-    )  # fmt: skip
-    best, total, acc = add_tiles(
-        queries, keys, table, position, full_end, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
-        distance_bias, num_columns, heads, of_row,
-        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
+        queries, q_rest, keys, table, position, edge_begin, end, first_key, last_key, best, total, acc, scale, softcap,
+        block_stride, distance_bias, num_columns, heads, of_row,
+        D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
     )  # fmt: skip
     # rows of no token may have seen no key
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -138,7 +144,7 @@ def prefill_attention(
 ) -> None:
     """One launch. q `[T, Hq, D]`, rows may be strided; tables `[B, N]` int32; tiles `[n, 5]` int32, of `cut_into_tiles` with
     `head_tile(...).prefill_tokens`; sinks `[Hq]` and distance_bias `[Hq, n]`, contiguous, of a spec that has them -> rows of these
-    tiles in out `[T, Hq, D]`, contiguous."""
+    tiles in out `[T, Hq, Dv]`, contiguous. Dv: `output_dim`."""
     _launch(
         q, kv_cache, layer, tables, tiles, spec, out, configs,
         window=spec.window or 0, causal=spec.causal, lse=None, sinks=sinks, distance_bias=distance_bias,
@@ -186,12 +192,13 @@ def _launch(
 ) -> None:
     tile = head_tile(spec, kv_cache, configs)
     scale, softcap = softmax_scales(spec)
-    attend_tiles[(tiles.shape[0], spec.num_kv_heads)](
+    attend_tiles[(tiles.shape[0], spec.num_heads // tile.prefill_heads)](
         q, kv_cache, tables, tiles, out, out if lse is None else lse, out if sinks is None else sinks,
         *((out, 0) if distance_bias is None else (distance_bias, distance_bias.shape[1])), layer, scale, softcap,
         q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0), *((0, 0) if lse is None else lse.stride()),
-        HKV=spec.num_kv_heads, G=tile.group, D=spec.head_dim, BS=kv_cache.shape[4],
-        BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
+        HKV=spec.num_kv_heads, G=tile.group, H=tile.prefill_heads, D=spec.head_dim, DV=spec.output_dim,
+        LATENT=spec.value_dim is not None, BS=kv_cache.shape[4],
+        BLOCK_M=tile.prefill_rows, BLOCK_D=tile.value_dim, BLOCK_R=tile.rest_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
         CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, SINKS=sinks is not None,
         BIAS=distance_bias is not None, PRECISION=tile.precision,
         num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,

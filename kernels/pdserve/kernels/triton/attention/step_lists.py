@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdserve.kernels.attention.attention_batch import StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.triton.attention.decode_pieces import cut_into_pieces
+from pdserve.kernels.triton.attention.decode_pieces import PIECE_TOKENS, cut_into_pieces
 from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
 
 _QUAD = 4
@@ -47,23 +47,25 @@ class StepLists:
         self._lengths = lengths
         self.arrays = dict(arrays or {})
 
-    def of_spec(self, spec: AttentionSpec, tile_tokens: int, full_chunk: int | None) -> SpecLists:
+    def of_spec(
+        self, spec: AttentionSpec, tile_tokens: int, full_chunk: int | None, piece_tokens: int = PIECE_TOKENS
+    ) -> SpecLists:
         """tile_tokens: query tokens of a prefill tile; full_chunk: a full chunk has a multiple of this number of tokens, None: no
-        chunk is full."""
+        chunk is full; piece_tokens: of `cut_into_pieces`."""
         full = (
             () if full_chunk is None or self._lengths.most_chunks is not None else self._full_chunks(spec, full_chunk)
         )
         return SpecLists(
-            self._pieces(spec.window) if self._lengths.num_decodes else None,
+            self._pieces(spec.window, piece_tokens) if self._lengths.num_decodes else None,
             self._tiles(tile_tokens, full),
             tuple(self._full_chunk(tile_tokens, sequence) for sequence in full),
         )
 
-    def _pieces(self, window: int | None) -> str:
+    def _pieces(self, window: int | None, piece_tokens: int) -> str:
         num_rows = self._lengths.num_decodes
-        name = f"pieces of window {window}, {num_rows} rows"
+        name = f"pieces of {piece_tokens} tokens, window {window}, {num_rows} rows"
         if name not in self.arrays:
-            pieces, first_piece = cut_into_pieces(self._lengths.seq_lens[:num_rows], window)
+            pieces, first_piece = cut_into_pieces(self._lengths.seq_lens[:num_rows], window, piece_tokens)
             places = decode_places(num_rows)
             array = np.zeros(places.pieces + pieces.size, np.int32)
             array[places.count] = len(pieces)

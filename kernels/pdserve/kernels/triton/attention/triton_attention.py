@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.attention.kv_pages import check_cache, check_spec
+from pdserve.kernels.attention.kv_pages import check_cache, check_spec, has_latent_rows
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs, Prefill, attention_configs
 from pdserve.kernels.triton.attention.attention_launch import head_tile
 from pdserve.kernels.triton.attention.decode_attention import decode_attention
@@ -35,11 +35,14 @@ class TritonAttentionBackend:
     is_capturable = True
 
     def __init__(self, kv_cache: Tensor, prefill: Prefill | None = None) -> None:
-        """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous; prefill: as in `AttentionConfigs`, None: what the architecture's
-        table says. Raises: ValueError for another shape."""
+        """kv_cache: `[num_blocks, Hkv, L, 2 or 1, bs, D]`, contiguous; prefill: as in `AttentionConfigs`, None: what the
+        architecture's table says. Raises: ValueError for another shape, or `sdpa` over latent rows."""
         check_cache(kv_cache)
+        latent = has_latent_rows(kv_cache)
+        if latent and prefill == "sdpa":
+            raise ValueError("torch's fused attention reads keys and values, and the cache has latent rows")
         self.kv_cache = kv_cache
-        configs = attention_configs(architecture(kv_cache.device), kv_cache.shape[5])
+        configs = attention_configs(architecture(kv_cache.device), kv_cache.shape[5], latent=latent)
         self._configs = configs if prefill is None else replace(configs, prefill=prefill)
         self._buffers = StepBuffers(kv_cache.device)
         self._step: _Step | None = None
@@ -61,8 +64,9 @@ class TritonAttentionBackend:
         return TritonAttentionPlan(self.kv_cache, self._step, lists, spec, self._configs, self._fused_attention(spec))
 
     def _lists_of(self, spec: AttentionSpec, lists: StepLists) -> SpecLists:
-        tile_tokens = head_tile(spec, self.kv_cache, self._configs).prefill_tokens
-        return lists.of_spec(spec, tile_tokens, self._configs.full_chunk if self._fused_attention(spec) else None)
+        tile = head_tile(spec, self.kv_cache, self._configs)
+        full_chunk = self._configs.full_chunk if self._fused_attention(spec) else None
+        return lists.of_spec(spec, tile.prefill_tokens, full_chunk, tile.piece_tokens)
 
     def _fused_attention(self, spec: AttentionSpec) -> FusedAttention | None:
         """The kernel of full chunks; None: they are computed as all others."""
@@ -147,7 +151,7 @@ class TritonAttentionPlan:
             self._count, self._first_piece = there[places.count : places.count + 1], there[places.first_piece]
             self._pieces = there[places.pieces :]
             num_heads = int(step.lists.arrays[lists.pieces][places.count]) * spec.num_heads
-            self._part = step.buffers.room("part", num_heads * spec.head_dim, torch.float32)
+            self._part = step.buffers.room("part", num_heads * spec.output_dim, torch.float32)
             self._lse = step.buffers.room("lse", num_heads, torch.float32)
             self._seq_lens = step.seq_lens() if spec.distance_bias else None
         self._full_chunks = [
@@ -169,7 +173,7 @@ class TritonAttentionPlan:
     ) -> Tensor:
         if self._full_chunks and self._full_chunks[0].stop - self._full_chunks[0].start == len(q):
             return self._attend_full_chunk(self._full_chunks[0], layer, q, k, v, None).reshape(len(q), -1)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], self._spec.output_dim), dtype=q.dtype, device=q.device)
         num_rows = self._num_decodes
         if num_rows:
             decode_attention(
