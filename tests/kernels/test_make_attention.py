@@ -74,6 +74,24 @@ def test_triton_needs_a_gpu(name: str, kv_cache: Tensor, monkeypatch: pytest.Mon
         make_attention(name, kv_cache)
 
 
+def test_fused_attention_reads_no_latent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels do: their name needs only a GPU, here the interpreter."""
+    triton = pytest.importorskip("triton")
+    rows = torch.zeros(4, 1, 2, 1, 4, 24)
+    message = (
+        "attention_backend is 'sdpa', which reads keys and values, and the cache has latent rows; triton reads them"
+    )
+    with pytest.raises(AttentionBackendError, match=message):
+        make_attention("sdpa", rows)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(AttentionBackendError, match="'triton', which needs a GPU"):
+        make_attention("triton", rows)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        assert type(make_attention("triton", rows)).__name__ == "TritonAttentionBackend"
+    assert isinstance(make_attention("auto", rows), TorchAttentionBackend)
+
+
 def test_a_gpu_without_triton_has_the_torch_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     monkeypatch.setattr("pdserve.kernels.attention.make_attention.TorchAttentionBackend", lambda cache: "torch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,9 +34,16 @@ CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] 
     "20b with sinks": ((64, 8, 64), BF16, 16, {"window": 128, "sinks": True}),
     "an encoder": ((12, 12, 64), torch.float16, 16, {"causal": False}),
     "a distance bias": ((12, 12, 64), BF16, 16, {"distance_bias": True}),
+    "latent rows": ((128, 1, 576), BF16, 16, {"value_dim": 512}),
+    "latent rows, few heads": ((16, 1, 576), BF16, 64, {"value_dim": 512}),
 }
 """(Hq, Hkv, D), dtype, bs, and options of the spec."""
-FAST = {("sm_90", "8b", "attend_pieces"), ("sm_90", "8b", "attend_tiles"), ("sm_90", "8b", "join_pieces")}
+FAST = {
+    ("sm_90", "8b", "attend_pieces"),
+    ("sm_90", "8b", "attend_tiles"),
+    ("sm_90", "8b", "join_pieces"),
+    ("sm_90", "latent rows", "attend_pieces"),
+}
 """The part of `make test`."""
 SELECTED = {
     "sm_80": ("half a billion", "one KV head", "8b", "half a billion", "8b in blocks of 64"),
@@ -57,10 +65,18 @@ BIASES = {
     for name in ("attend_pieces", "attend_tiles")
 }
 """Likewise: the kernels that add it."""
+LATENT = {
+    *(("sm_90", "latent rows", name) for name in ("attend_pieces", "attend_tiles", "join_pieces", "store_heads")),
+    *((architecture, "latent rows", "attend_pieces") for architecture in ("sm_80", "gfx942")),
+    *((architecture, "latent rows", "attend_tiles") for architecture in ("sm_100", "sm_120", "gfx942")),
+    ("sm_90", "latent rows, few heads", "attend_pieces"),
+}
+"""Likewise: sums of 512 numbers per row."""
 COMPILED = (
     FLOAT32
     | SINKS
     | BIASES
+    | LATENT
     | {
         (architecture, case, name)
         for architecture, cases in SELECTED.items()
@@ -71,7 +87,8 @@ COMPILED = (
 
 def launch_of(name: str, architecture: str, case: str) -> Launch:
     (num_heads, num_kv_heads, head_dim), dtype, block_size, options = CASES[case]
-    configs = attention_configs(architecture, head_dim)
+    is_latent = "value_dim" in options
+    configs = attention_configs(architecture, head_dim, latent=is_latent)
     spec = AttentionSpec(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **options
     )
@@ -80,11 +97,11 @@ def launch_of(name: str, architecture: str, case: str) -> Launch:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     # above 2^31 numbers
-    kv_cache = made(1 << 16, num_kv_heads, 32, 2, block_size, head_dim, dtype=dtype)
+    kv_cache = made(1 << 16, num_kv_heads, 32, 1 if is_latent else 2, block_size, head_dim, dtype=dtype)
     qkv = made(64, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     q, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
     out, part, lse = (
-        made(64, num_heads, head_dim, dtype=dtype),
+        made(64, num_heads, spec.output_dim, dtype=dtype),
         made(1, dtype=torch.float32),
         made(1, dtype=torch.float32),
     )
@@ -95,9 +112,10 @@ def launch_of(name: str, architecture: str, case: str) -> Launch:
             q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs, sinks, bias, seq_lens
         )  # fmt: skip
         prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs, sinks, bias)
-        # as the fused kernels of CUDA lay it out
-        lse = made(num_heads, 64, dtype=torch.float32).t()
-        add_context(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, lse, configs)
+        if not is_latent:
+            # as the fused kernels of CUDA lay it out
+            lse = made(num_heads, 64, dtype=torch.float32).t()
+            add_context(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, lse, configs)
         store_kv(k, v, kv_cache, 3, made(64, dtype=torch.int64))
     [launch] = [launch for launch in launches if name_of(launch) == name]
     return launch
@@ -113,7 +131,9 @@ def name_of(launch: Launch) -> str:
     ("architecture", "case", "name"),
     [
         pytest.param(*key, marks=[*[pytest.mark.compiled] * (key in COMPILED), *[pytest.mark.slow] * (key not in FAST)])
-        for key in ((architecture, case, name) for architecture in TARGETS for case in CASES for name in KERNELS)
+        for key in product(TARGETS, CASES, KERNELS)
+        # no fused kernel of torch reads latent rows
+        if not (key[1].startswith("latent rows") and key[2] == JOINING)
     ],
 )
 def test_the_code_of_a_kernel(architecture: str, case: str, name: str) -> None:
@@ -124,11 +144,9 @@ def test_the_code_of_a_kernel(architecture: str, case: str, name: str) -> None:
         return
     assert code.has(r"LDG\.E.*128|LDGSTS.*128|UTMALDG|(global|buffer)_load_dwordx4"), code
     if name != "join_pieces" and CASES[case][1] is not torch.float32:
-        products = (
-            r"HGMMA"
-            if (architecture, name.startswith("attend_tiles")) == ("sm_90", True)
-            else r"H?G?MMA|HMMA|UTCHMMA|v_mfma"
-        )
+        # decode of few heads has too few rows for it
+        is_wide = name.startswith("attend_tiles") or case == "latent rows"
+        products = r"HGMMA" if (architecture, is_wide) == ("sm_90", True) else r"H?G?MMA|HMMA|UTCHMMA|v_mfma"
         assert code.has(products), code
 
 

@@ -57,6 +57,27 @@ def test_a_prompt_in_two_chunks_and_its_answer(
     Oracle(folder).check(prompt_of(20), answer.token_ids)
 
 
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("deepseek_v3", 0), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)],
+    ids=["24 + 8", "33 + 8"],
+)
+def test_latent_rows_through_prefill_and_decode(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    tmp_path: Path,
+    family: str,
+    case: int,
+) -> None:
+    """A prompt in two chunks; rows that the prefill engine's kernels wrote are read by those of the decode engine."""
+    make_family(tmp_path, family, cases(family)[case])
+    options = {"attention_backend": "triton", "max_num_batched_tokens": 21}
+    pair = Pair(make_real_engine(tmp_path, DEVICE, **options), make_real_engine(tmp_path, DEVICE, **options))
+    prompt = [token % 200 for token in prompt_of(30)]
+    pair.add(prompt, "r30", params={"max_tokens": 5})
+    pair.run()
+    Oracle(tmp_path).check(prompt, pair.answer("r30").token_ids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3", {}), ("mistral", {"sliding_window": 24}), ("llama", {"num_key_value_heads": 1})]

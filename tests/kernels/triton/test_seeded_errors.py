@@ -17,7 +17,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.lora.lora_linear import LoraOps
 from tests.kernels.layer_ops_contract import LayerOpsContract
 from tests.kernels.lora_contract import MAX_LORAS, LoraContract
-from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers
+from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers, check_stored_rows
 from tests.support.kernels.attention_cases import check_step, make_case, make_spec
 from tests.support.kernels.seeded_kernels import Copies, SeededError, copied_kernels
 from tests.support.kernels.triton_interpreter import Bfloat16Error, OutOfBounds, Race
@@ -36,14 +36,17 @@ def attention(
     dtype: torch.dtype = torch.float32,
     decodes: list[int] | None = None,
     prefills: list[tuple[int, int]] | None = None,
+    value_dim: int | None = None,
     **options: Any,
 ) -> Check:
     """A step with these sequences."""
 
     def check(copies: Copies) -> None:
         torch.manual_seed(0)
-        case = make_case(decodes=decodes or [], prefills=prefills or [], heads=heads, block_size=5, dtype=dtype)
-        check_step(copies.attention.TritonAttentionBackend(case.kv_cache, prefill), case, make_spec(heads, **options))
+        fields: dict[str, Any] = {"heads": heads, "block_size": 5, "dtype": dtype, "value_dim": value_dim}
+        case = make_case(decodes=decodes or [], prefills=prefills or [], **fields)
+        spec = make_spec(heads, value_dim=value_dim, **options)
+        check_step(copies.attention.TritonAttentionBackend(case.kv_cache, prefill), case, spec)
 
     return check
 
@@ -82,6 +85,10 @@ def large_pool(copies: Copies) -> None:
     check_pool_of_many_numbers(copies.attention.TritonAttentionBackend, "decode")
 
 
+def stored_rows(copies: Copies) -> None:
+    check_stored_rows(copies.attention.TritonAttentionBackend)
+
+
 DECODES = attention(decodes=[1, 37, 300])
 CHUNKS = attention(prefills=[(17, 30), (0, 21)])
 WINDOWS = attention(decodes=[60], prefills=[(17, 30)], window=13)
@@ -90,6 +97,8 @@ SUNK = attention(decodes=[1, 300], prefills=[(17, 30)], sinks=True)
 BIASED = attention(decodes=[1, 300], prefills=[(17, 30)], distance_bias=True)
 SEVEN = attention(heads=(7, 1, 8), prefills=[(3, 11)])
 TWO_PARTS = attention(prefill="sdpa", prefills=[(17, 30), (0, 21), (4, 9)])
+LATENT_DECODES = attention(heads=(20, 1, 30), value_dim=18, decodes=[1, 300])
+LATENT_CHUNKS = attention(heads=(20, 1, 30), value_dim=18, prefills=[(17, 30)])
 HALF = attention(prefills=[(17, 30)], dtype=torch.bfloat16)
 NORMED = layer_ops(lambda contract: contract.test_add_norm(torch.bfloat16, "none", 5, 123))
 NORMED_AFTER_PRODUCT = layer_ops(lambda contract: contract.test_add_norm(torch.bfloat16, "plain", 5, 123))
@@ -100,7 +109,8 @@ DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_proce
 ADAPTED = lora(lambda contract: contract.test_sizes(torch.float32, 100, (70, 33), (9, 16)))
 CHECKS = {
     "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "sunk": SUNK, "biased": BIASED, "seven": SEVEN,
-    "two parts": TWO_PARTS, "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
+    "two parts": TWO_PARTS, "latent decodes": LATENT_DECODES, "latent chunks": LATENT_CHUNKS, "stored rows": stored_rows,
+    "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
     "adapted": ADAPTED,
 }  # fmt: skip
@@ -128,7 +138,7 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "programs that overlap": (
         SeededError("swiglu.py", "tl.program_id(1) * BLOCK +", "tl.program_id(1) * (BLOCK // 2) +"), MULTIPLIED, Race),
     "all query heads write the place of the first": (
-        SeededError(DECODE, "heads = head * G + g", "heads = head + g * 0"), DECODES, Race),
+        SeededError(DECODE, "heads = head * G + of_group", "heads = head + of_group * 0"), DECODES, Race),
     "a piece that reads another one's place": (
         SeededError(DECODE, "place = tl.load(piece + 3)", "place = tl.load(piece + 3) // 2"), DECODES, Race),
     "blocks in place that are read and written": (
@@ -138,11 +148,11 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
         TWO_PARTS, Race),
     # stale and undefined numbers
     "a slot behind the last token": (
-        SeededError(DECODE, "k, v = load_tile(keys, table, at, first, end,",
-                    "k, v = load_tile(keys, table, at, first, tl.cdiv(end, BS) * BS,"), DECODES, WRONG),
+        SeededError(DECODE, "load_tile(keys, table, at, first, end,",
+                    "load_tile(keys, table, at, first, tl.cdiv(end, BS) * BS,"), DECODES, WRONG),
     "a slot behind a chunk's last token": (
-        SeededError(PREFILL, "k, v = load_tile(keys, tables, at, first_key, last_key,",
-                    "k, v = load_tile(keys, tables, at, first_key, tl.cdiv(last_key, BS) * BS,"), CHUNKS, WRONG),
+        SeededError(PREFILL, "keys, tables, at, first_key, last_key, block_stride,",
+                    "keys, tables, at, first_key, tl.cdiv(last_key, BS) * BS, block_stride,"), CHUNKS, WRONG),
     "a masked load without other": (
         SeededError("rotate_and_store.py", "given = tl.load(row, mask=here, other=0.0)", "given = tl.load(row, mask=here)"),
         ROTATED, WRONG),
@@ -199,6 +209,24 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "a stripe that is not summed": (
         SeededError("block_digests.py", "tl.where(kibibyte == num_whole, rest, 0)", "tl.where(kibibyte == num_whole, 0, 0)"),
         DIGESTED, WRONG),
+    # latent rows
+    "a value of its own where a row is both": (
+        SeededError(TILE, "if not LATENT:", "if True:"), LATENT_CHUNKS, (OutOfBounds, WRONG)),
+    "a row written as key and value": (
+        SeededError(STORE, "if not LATENT:", "if True:"), stored_rows, (OutOfBounds, Race, WRONG)),
+    "a score of the first part of a key": (
+        SeededError(TILE, "scores = tl.dot(q_rest,", "tl.dot(q_rest,"), LATENT_DECODES, WRONG),
+    "the second part of a key from its beginning": (
+        SeededError(TILE, "load_numbers(rows + DV, seen", "load_numbers(rows, seen"), LATENT_CHUNKS, WRONG),
+    "a second part that is the next key's": (
+        SeededError(TILE, "seen, D - DV, BLOCK_R", "seen, BLOCK_R, BLOCK_R"), LATENT_DECODES, (OutOfBounds, WRONG)),
+    "heads of the first tile in each": (
+        SeededError(DECODE, "item % TILES * BLOCK_G + g", "g"), LATENT_DECODES, Race),
+    "heads of the last tile behind the group's": (
+        SeededError(DECODE, "is_head = of_group < G", "is_head = of_group < TILES * BLOCK_G"),
+        LATENT_DECODES, (OutOfBounds, Race)),
+    "a tile of a chunk with another tile's heads": (
+        SeededError(PREFILL, "tl.program_id(1) * H + m % H", "m % H"), LATENT_CHUNKS, Race),
     # adapters
     "tokens of the next slot": (
         SeededError("lora_products.py", "is_token = (place < end)[:, None]", "is_token = (place < end + 1)[:, None]", 2),

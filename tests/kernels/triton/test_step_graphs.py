@@ -25,6 +25,7 @@ from pdserve.engine.runner.device.device_runtime import ProcessorRuntime
 from pdserve.engine.runner.device.step_graphs import graph_shapes
 from pdserve.engine.runner.inputs.step_inputs import StepShape
 from tests.support.engine.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.models.family_checkpoints import make_latent_model
 from tests.support.models.lora_adapters import make_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has graphs of its own")
@@ -127,11 +128,16 @@ def answers(engine: Harness, adapters: Sequence[str] = ("", "", "")) -> list[tup
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen3", {}), pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow)],
+    [
+        ("qwen3", {}),
+        pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_replayed_steps_give_the_answers_of_launched_ones(
     tiny_checkpoints: Callable[..., Path],
     make_real_engine: Callable[..., Harness],  # noqa: F811
+    tmp_path: Path,
     family: str,
     options: dict[str, int],
 ) -> None:
@@ -140,7 +146,7 @@ def test_replayed_steps_give_the_answers_of_launched_ones(
         "kernels": "triton", "attention_backend": "triton", "num_blocks": 16, "max_model_len": 64, "max_num_seqs": 4,
         "max_num_batched_tokens": 48, "async_scheduling": True,
     }  # fmt: skip
-    folder = tiny_checkpoints(family, **options)
+    folder = make_latent_model(tmp_path) if family == "deepseek_v3" else tiny_checkpoints(family, **options)
     expected = answers(make_real_engine(folder, **limits | {"kernels": "torch", "attention_backend": "torch"}))
     engine, runtime = make_real_engine(folder, **limits), ReplayRuntime()
     engine.runner._runtime = runtime
@@ -156,11 +162,16 @@ def test_replayed_steps_give_the_answers_of_launched_ones(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("qwen3", {}), pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow)],
+    [
+        ("qwen3", {}),
+        pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_replayed_prompts_give_the_answers_of_launched_ones(
     tiny_checkpoints: Callable[..., Path],
     make_real_engine: Callable[..., Harness],  # noqa: F811
+    tmp_path: Path,
     family: str,
     options: dict[str, int],
 ) -> None:
@@ -169,7 +180,7 @@ def test_replayed_prompts_give_the_answers_of_launched_ones(
         "kernels": "triton", "attention_backend": "triton", "num_blocks": 40, "max_model_len": 50, "max_num_seqs": 4,
         "max_num_batched_tokens": 64, "enable_prefix_caching": False,
     }  # fmt: skip
-    folder = tiny_checkpoints(family, **options)
+    folder = make_latent_model(tmp_path) if family == "deepseek_v3" else tiny_checkpoints(family, **options)
     groups = [[7, 9, 12], [16], [49], [2, 2]]
 
     def first_tokens(engine: Harness) -> list[list[int]]:

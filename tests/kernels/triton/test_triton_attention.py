@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.triton.attention.attention_configs import attention_configs
+from pdserve.kernels.triton.attention.attention_launch import head_tile
 from pdserve.kernels.triton.attention.step_buffers import StepBuffers
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
-from tests.kernels.attention_contract import AttentionContract
+from tests.kernels.attention_contract import AttentionContract, LatentAttentionContract
 from tests.support.kernels.attention_cases import (
     TOLERANCES,
     Case,
@@ -38,8 +40,16 @@ class TestTritonAttention(AttentionContract):
         return TritonAttentionBackend(kv_cache)
 
 
+class TestTritonLatentAttention(LatentAttentionContract):
+    device = DEVICE
+
+    def make_backend(self, kv_cache: Tensor) -> TritonAttentionBackend:
+        return TritonAttentionBackend(kv_cache)
+
+
 def check(heads: tuple[int, int, int], options: dict[str, Any] | None = None, **fields: Any) -> None:
-    case = make_case(heads=heads, **fields).to(DEVICE)
+    value_dim = (options or {}).get("value_dim")
+    case = make_case(heads=heads, value_dim=value_dim, **fields).to(DEVICE)
     check_step(TritonAttentionBackend(case.kv_cache), case, make_spec(heads, **(options or {})))
 
 
@@ -66,6 +76,57 @@ def test_more_heads_than_the_smallest_tile_and_very_wide_and_narrow_ones(heads: 
     check(heads, decodes=[33, 17], prefills=[(9, 21)], block_size=16, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 13, "softcap": 2.0},
+        {"sinks": True},
+        pytest.param({"causal": False}, marks=pytest.mark.slow),
+        pytest.param({"distance_bias": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_latent_rows_of_layers_with_other_scores(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """40 heads: three tiles of a decode row, the last one not full, and tiles of several tokens of a chunk."""
+    fields: dict[str, Any] = {"decodes": [300, 5], "prefills": [(37, 33), (0, 7)], "block_size": 16}
+    check((40, 1, 32), options | {"value_dim": 24}, dtype=dtype, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_long_rows_of_deepseek(num_heads: int) -> None:
+    """Pieces of 256 tokens, or 512 with many heads."""
+    options = {"value_dim": 512, "scale": 0.04}
+    check((num_heads, 1, 576), options, decodes=[600, 1100], prefills=[(200, 5)], block_size=64, dtype=torch.bfloat16)
+
+
+def test_heads_of_a_tile_over_latent_rows() -> None:
+    """Whole tokens fill a tile of a chunk; results of a piece have no more bytes than its rows."""
+
+    def tile_of(architecture: str, num_heads: int, **fields: Any) -> tuple[int, ...]:
+        configs = attention_configs(architecture, 576, latent=True)
+        kv_cache = torch.empty(1, 1, 1, 1, 16, 576, dtype=fields.get("dtype", torch.bfloat16))
+        tile = head_tile(make_spec((num_heads, 1, 576), value_dim=512), kv_cache, configs)
+        assert (tile.value_dim, tile.rest_dim) == (512, 64)
+        assert tile.prefill_tokens * tile.prefill_heads <= tile.prefill_rows
+        return tile.decode_rows, tile.prefill_heads, tile.prefill_tokens, tile.piece_tokens
+
+    assert tile_of("sm_90", 128) == (64, 64, 1, 512)
+    assert tile_of("sm_90", 16) == (16, 16, 4, 256)
+    assert tile_of("sm_90", 40) == (64, 8, 8, 256)
+    assert tile_of("sm_90", 71) == (64, 1, 64, 256)
+    assert tile_of("sm_80", 128) == (16, 16, 1, 512)
+    assert tile_of("sm_90", 128, dtype=torch.float32) == (16, 16, 1, 256)
+    whole = head_tile(make_spec((71, 1, 64)), torch.empty(1, 1, 1, 2, 16, 64), attention_configs("sm_90", 64))
+    assert (whole.decode_rows, whole.prefill_heads, whole.rest_dim, whole.piece_tokens) == (128, 71, 0, 256)
+
+
+def test_fused_attention_over_latent_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="the cache has latent rows"):
+        TritonAttentionBackend(torch.zeros(2, 1, 1, 1, 16, 24, device=DEVICE), "sdpa")
+
+
 def row_of(case: Case, row: int) -> Case:
     """A batch of one decode row of a case, over the same cache."""
     batch = case.batch
@@ -87,18 +148,23 @@ def row_of(case: Case, row: int) -> Case:
     return replace(case, batch=alone, **tensors)
 
 
+@pytest.mark.parametrize(("heads", "value_dim"), [((4, 2, 16), None), ((20, 1, 32), 24)], ids=["heads", "latent rows"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_decode_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
-    heads = (4, 2, 16)
-    case = make_case(decodes=[600, 3, 40, 257], prefills=[(5, 20)], heads=heads, block_size=16, dtype=dtype).to(DEVICE)
-    backend = TritonAttentionBackend(case.kv_cache)
-    together = run_step(backend, case, make_spec(heads))
+def test_a_decode_row_has_the_same_bits_alone_and_in_any_batch(
+    dtype: torch.dtype, heads: tuple[int, int, int], value_dim: int | None
+) -> None:
+    fields: dict[str, Any] = {"heads": heads, "block_size": 16, "dtype": dtype, "value_dim": value_dim}
+    case = make_case(decodes=[600, 3, 40, 257], prefills=[(5, 20)], **fields).to(DEVICE)
+    backend, spec = TritonAttentionBackend(case.kv_cache), make_spec(heads, value_dim=value_dim)
+    together = run_step(backend, case, spec)
     for row in range(4):
-        assert torch.equal(run_step(backend, row_of(case, row), make_spec(heads))[0], together[row])
+        assert torch.equal(run_step(backend, row_of(case, row), spec)[0], together[row])
 
 
-def launches_of(backend: TritonAttentionBackend, case: Case, **options: Any) -> list[Launch]:
-    plan = backend.plan(case.batch, make_spec((4, 2, 16), **options))
+def launches_of(
+    backend: TritonAttentionBackend, case: Case, heads: tuple[int, int, int], **options: Any
+) -> list[Launch]:
+    plan = backend.plan(case.batch, make_spec(heads, **options))
     with recorded_launches() as launches:
         plan.store(case.layer, case.k, case.v)
         plan.attend(case.layer, case.q, case.k, case.v)
@@ -115,17 +181,27 @@ def as_captured(launch: Launch) -> tuple[object, ...]:
     return launch.kernel.__name__, launch.grid, sorted(arguments.items()), sorted(launch.options.items())
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_the_launches_of_a_decode_step_depend_on_the_number_of_rows_alone(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [((4, 2, 16), {}), ((4, 2, 16), {"window": 40}), ((20, 1, 32), {"value_dim": 24})],
+    ids=["no window", "window", "latent rows"],
+)
+def test_the_launches_of_a_decode_step_depend_on_the_number_of_rows_alone(
+    heads: tuple[int, int, int], options: dict[str, Any]
+) -> None:
     """After a step with the longest sequences; then steps with other lengths, blocks and padded rows replay it."""
-    heads = (4, 2, 16)
-    largest = make_case(decodes=[700] * 4, heads=heads, block_size=16, dtype=torch.float32).to(DEVICE)
+
+    def case_of(decodes: list[int]) -> Case:
+        value_dim = options.get("value_dim")
+        fields: dict[str, Any] = {"block_size": 16, "dtype": torch.float32, "value_dim": value_dim}
+        return make_case(decodes=decodes, heads=heads, **fields).to(DEVICE)
+
+    largest = case_of([700] * 4)
     backend = TritonAttentionBackend(largest.kv_cache)
-    expected = [as_captured(launch) for launch in launches_of(backend, largest, window=window)]
+    expected = [as_captured(launch) for launch in launches_of(backend, largest, heads, **options)]
     assert [name for name, *_ in expected] == ["store_heads", "attend_pieces", "join_pieces"]
     for decodes in ([1, 2, 3, 4], [699, 0, 0, 0], [0, 0, 0, 0]):
-        case = make_case(decodes=decodes, heads=heads, block_size=16, dtype=torch.float32).to(DEVICE)
-        found = launches_of(backend, case, window=window)
+        found = launches_of(backend, case_of(decodes), heads, **options)
         assert [as_captured(launch) for launch in found] == expected
         assert "q" in found[1].arguments
 
@@ -166,6 +242,21 @@ def check_pool_of_many_numbers(make_backend: Callable[[Tensor], AttentionBackend
     found = run_step(make_backend(pool), replace(case, kv_cache=pool, batch=batch), spec)
     expected = dense_attention(case.to("cpu"), spec)
     torch.testing.assert_close(found.cpu().double(), expected, atol=4e-3, rtol=4e-3)
+
+
+def check_stored_rows(make_backend: Callable[[Tensor], AttentionBackend]) -> None:
+    """No byte but those of the step's rows, also none of what comes after a row, where other caches have its value."""
+    case = make_case(
+        decodes=[20, 5], prefills=[(9, 11)], heads=(4, 1, 32), value_dim=24, block_size=16, dtype=torch.float32
+    ).to(DEVICE)
+    expected, slots = case.kv_cache.clone(), case.batch.slot_mapping
+    expected[slots // 16, :, case.layer, 0, slots % 16] = case.k
+    make_backend(case.kv_cache).plan(case.batch, make_spec((4, 1, 32), value_dim=24)).store(case.layer, case.k, case.v)
+    assert torch.equal(case.kv_cache.view(torch.int32), expected.view(torch.int32))
+
+
+def test_latent_rows_are_stored_and_nothing_else() -> None:
+    check_stored_rows(TritonAttentionBackend)
 
 
 @pytest.mark.parametrize("part", ["decode", "prefill"])
