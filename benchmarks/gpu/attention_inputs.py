@@ -24,21 +24,34 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
+    value_dim: int | None = None
+    """Of `AttentionSpec`: latent rows."""
 
     @classmethod
     def of_llama_8b(cls, dry: bool) -> Shape:
         """Also Qwen3 8B's; tiny with the same ratio of heads for a dry run."""
         return cls(8, 2, 32) if dry else cls(32, 8, 128)
 
+    @classmethod
+    def of_deepseek_v3(cls, dry: bool, ranks: int) -> Shape:
+        """Rows of 576 numbers, and the heads of one of `ranks` ranks; tiny, but with more than 16 heads, for a dry run."""
+        return cls(20, 1, 40, value_dim=32) if dry else cls(128 // ranks, 1, 576, value_dim=512)
+
     @property
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, scale=self.head_dim**-0.5
-        )
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, scale=self.head_dim**-0.5,
+            value_dim=self.value_dim,
+        )  # fmt: skip
+
+    @property
+    def rows_per_token(self) -> int:
+        """Of a KV head: 2, a key and a value; 1, a latent row."""
+        return 2 if self.value_dim is None else 1
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Bytes of keys and values of one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize * num_tokens
+        """Bytes of keys and values of one layer, or of its latent rows."""
+        return self.rows_per_token * self.num_kv_heads * self.head_dim * self.dtype.itemsize * num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +60,18 @@ class PagedStep:
 
     batch: AttentionBatch
     kv_cache: Tensor
-    """`[num_blocks, Hkv, L, 2, bs, D]`"""
+    """`[num_blocks, Hkv, L, 2 or 1, bs, D]`"""
     q: Tensor
     """`[T, Hq, D]`"""
     k: Tensor
     """`[T, Hkv, D]`: with `v`, also in the cache's slots of these tokens."""
     v: Tensor
+    """`[T, Hkv, D]`; over latent rows the first numbers of `k`."""
 
 
 def random_cache(shape: Shape, num_blocks: int, num_layers: int, block_size: int, device: torch.device) -> Tensor:
-    """`[num_blocks, Hkv, L, 2, bs, D]`, normally distributed."""
-    dims = (num_blocks, shape.num_kv_heads, num_layers, 2, block_size, shape.head_dim)
+    """`[num_blocks, Hkv, L, 2 or 1, bs, D]`, normally distributed."""
+    dims = (num_blocks, shape.num_kv_heads, num_layers, shape.rows_per_token, block_size, shape.head_dim)
     kv_cache = torch.empty(dims, dtype=shape.dtype, device=device)
     for part in torch.split(kv_cache.view(-1), FILLED_AT_ONCE):
         part.normal_()
@@ -98,7 +112,10 @@ def paged_step(
         num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=device
     )
     q, k, v = qkv.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
+    stored = (k, v)[: shape.rows_per_token]
+    if shape.value_dim is not None:
+        v = k[..., : shape.value_dim]
     at = torch.from_numpy(slots).to(device)
     for layer in range(num_layers):
-        kv_cache[at // block_size, :, layer, :, at % block_size] = torch.stack((k, v), 2)
+        kv_cache[at // block_size, :, layer, :, at % block_size] = torch.stack(stored, 2)
     return PagedStep(batch, kv_cache, q, k, v)

@@ -28,7 +28,7 @@ STAGES = (
     Stage("environment", 45, "versions, and the rates against which the rest is measured"),
     Stage("kernel_contract", 120, "tests of kernels and of devices, compiled", launches=False),
     Stage("equality", 75, "float32 tokens of engines with Triton kernels against transformers"),
-    Stage("decode_attention", 60, "bytes per second against those of a copy"),
+    Stage("decode_attention", 75, "bytes per second against those of a copy"),
     Stage("prefill_attention", 50, "operations per second against cuDNN's and flash attention's"),
     Stage("layer_ops", 90, "bytes per second against those of a copy"),
     Stage("decode_step", 90, "a step of Llama 3.1 8B's shape against the time that its bytes take"),
@@ -57,6 +57,12 @@ GOALS = {
     goal.name: goal
     for goal in (
         Goal("decode_attention", 0.8, True, "decode attention, of the copy rate, where a layer reads 64 MB or more"),
+        Goal(
+            "latent_attention",
+            0.8,
+            True,
+            "decode attention over latent rows, of the copy rate, 16 heads, 64 MB or more",
+        ),
         Goal("prefill_attention", 0.9, True, "prefill attention, of the better of cuDNN and flash, full chunks"),
         Goal("decode_step", 1.25, False, "8B decode step, of bytes over bandwidth, 1 to 64 sequences"),
         Goal("graphs", 1.0, True, "decode steps of CUDA graphs that equal eager ones bit for bit"),

@@ -1,4 +1,8 @@
-"""Attention of decode steps: bytes of keys and values per second, against a copy's bytes read and written per second."""
+"""Attention of decode steps: bytes of keys and values per second, against a copy's bytes read and written per second.
+
+Over latent rows all query heads read one row: with 16 heads, those of one rank of 8, its bytes take longer than its products, and
+the rate has a goal. With 128 heads, those of DeepSeek V3 on one rank, products take longer: the row says how many per second.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,16 @@ class Case:
     context: int
     block_size: int
     skewed: bool = False
+    ranks: int | None = None
+    """None: Llama 3.1 8B's shape; else the heads of one of so many ranks over DeepSeek V3's latent rows."""
 
     @property
     def name(self) -> str:
-        return f"B {self.batch}, {self.context} tokens, {'skewed' if self.skewed else 'even'}, bs {self.block_size}"
+        of_rows = f"{self.batch}, {self.context} tokens, {'skewed' if self.skewed else 'even'}, bs {self.block_size}"
+        return f"B {of_rows}" if self.ranks is None else f"latent rows, 1 of {self.ranks} ranks, B {of_rows}"
+
+    def shape(self, dry: bool) -> Shape:
+        return Shape.of_llama_8b(dry) if self.ranks is None else Shape.of_deepseek_v3(dry, self.ranks)
 
     @property
     def seq_lens(self) -> NDArray[np.int64]:
@@ -42,15 +52,17 @@ class Case:
 def cases(dry: bool) -> list[Case]:
     """In order of worth: blocks of 16 tokens first."""
     if dry:
-        return [Case(2, 40, 16), Case(3, 24, 16, skewed=True)]
+        return [Case(2, 40, 16), Case(3, 24, 16, skewed=True), Case(2, 40, 16, ranks=1)]
     even = [
         (1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024),
         (1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 8192), (256, 8192),
         (1, 32768), (8, 32768), (32, 32768), (1, 131072), (8, 131072),
     ]  # fmt: skip
     skewed = [(8, 8192), (32, 8192), (128, 8192), (256, 1024)]
+    latent = [(1, 8192), (8, 8192), (64, 8192), (256, 1024), (1, 131072), (8, 131072)]
     return [
         *(Case(batch, context, 16) for batch, context in even),
+        *(Case(batch, context, 16, ranks=ranks) for ranks in (8, 1) for batch, context in latent),
         *(Case(batch, context, 16, skewed=True) for batch, context in skewed),
         *(Case(batch, context, 64) for batch, context in ((1, 8192), (8, 8192), (64, 8192), (8, 131072))),
     ]
@@ -65,7 +77,7 @@ def run(bench: Bench) -> None:
 
 
 def measure(bench: Bench, case: Case) -> None:
-    shape = Shape.of_llama_8b(bench.dry)
+    shape = case.shape(bench.dry)
     seq_lens = case.seq_lens
     layer_bytes = shape.kv_bytes(int(seq_lens.sum()))
     num_layers = 1 if bench.dry else min(16, max(1, math.ceil(WORKING_SET / layer_bytes)))
@@ -87,7 +99,12 @@ def measure(bench: Bench, case: Case) -> None:
         "ok": finite,
     }
     ratio = rate / bench.copy_bytes_per_s
-    if layer_bytes >= LARGE_BYTES:
+    if case.ranks is not None:
+        flops = 2 * shape.num_heads * (shape.head_dim + shape.spec.output_dim) * int(seq_lens.sum())
+        fields["layer_tflops"] = flops / layer_ms / 1e9
+    if case.ranks is not None and case.ranks > 1 and layer_bytes >= LARGE_BYTES:
+        bench.rows.judge(case.name, "latent_attention", ratio, **fields)
+    elif case.ranks is None and layer_bytes >= LARGE_BYTES:
         bench.rows.judge(case.name, "decode_attention", ratio, **fields)
     else:
         bench.rows.add(case.name, **fields, ratio=ratio, goal=None, met=None)

@@ -60,7 +60,7 @@ def test_a_prompt_in_two_chunks_and_its_answer(
 @pytest.mark.parametrize(
     ("family", "case"),
     [("deepseek_v3", 0), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)],
-    ids=["24 + 8", "33 + 8"],
+    ids=["20 + 8", "33 + 8"],
 )
 def test_latent_rows_through_prefill_and_decode(
     make_real_engine: MakeRealEngine,  # noqa: F811
