@@ -33,9 +33,9 @@ class Shape:
         return cls(8, 2, 32) if dry else cls(32, 8, 128)
 
     @classmethod
-    def of_deepseek_v3(cls, dry: bool, ranks: int) -> Shape:
-        """Rows of 576 numbers, and the heads of one of `ranks` ranks; tiny, but with more than 16 heads, for a dry run."""
-        return cls(20, 1, 40, value_dim=32) if dry else cls(128 // ranks, 1, 576, value_dim=512)
+    def of_deepseek_v3(cls, dry: bool, num_heads: int) -> Shape:
+        """Rows of 576 numbers, narrow for a dry run. num_heads: 128, or those of one rank."""
+        return cls(num_heads, 1, 40, value_dim=32) if dry else cls(num_heads, 1, 576, value_dim=512)
 
     @property
     def spec(self) -> AttentionSpec:

@@ -86,7 +86,7 @@ def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) 
 
 
 def _padded(size: int) -> int:
-    return max(triton.next_power_of_2(size), _SMALLEST_DOT)
+    return max(int(triton.next_power_of_2(size)), _SMALLEST_DOT)
 
 
 def _latent_heads(group: int, rows: int) -> int:
@@ -99,7 +99,7 @@ def _piece_tokens(spec: AttentionSpec, kv_cache: Tensor) -> int:
     """So long that a piece's results, which are written and read in float32, have no more bytes than its keys and values."""
     result_bytes = 2 * 4 * spec.num_heads * spec.output_dim
     token_bytes = spec.num_kv_heads * kv_cache.shape[3] * spec.head_dim * kv_cache.element_size()
-    return max(PIECE_TOKENS, triton.next_power_of_2(result_bytes // token_bytes))
+    return max(PIECE_TOKENS, int(triton.next_power_of_2(result_bytes // token_bytes)))
 
 
 def softmax_scales(spec: AttentionSpec) -> tuple[float, float]:
