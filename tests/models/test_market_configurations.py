@@ -208,6 +208,18 @@ LOADS |= {
         },
         **PICTURES, vision_config=VISION | {"deepstack_visual_indexes": []}, quantization_config=NVFP4,
     ),
+    "selective scans, experts": text(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", mamba_n_heads=16, mamba_n_groups=1, mamba_d_state=16, mamba_d_head=8,
+        mamba_expand=2, mamba_d_conv=4, mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, num_local_experts=8,
+        num_experts_per_tok=2, shared_intermediate_size=64, layer_types=["mamba", "attention"], position_embedding_type="nope",
+        embedding_multiplier=12, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=6, attention_bias=False,
+        normalization_function="rmsnorm", router_aux_loss_coef=0.0001, rope_scaling=None, init_method="mup",
+    ),
+    "selective scans": text(
+        "BambaForCausalLM", "bamba", mamba_n_heads=16, mamba_n_groups=1, mamba_d_state=16, mamba_d_head=8, mamba_expand=2,
+        mamba_d_conv=4, mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, attn_layer_indices=[1],
+        attn_rotary_emb=8, mlp_bias=False, attention_bias=False, num_logits_to_keep=1, rope_scaling=None,
+    ),
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),

@@ -18,6 +18,7 @@ from pdserve.models.weights.checkpoint import Checkpoint
 from pdserve.models.weights.rank_shard import RankShard
 from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
 from tests.support.models.checkpoints import VOCAB_SIZE, edit_json
+from tests.support.models.family_checkpoints import cases, make_family
 
 ATOL = 1e-4
 OPTIONS: list[tuple[str, int, dict[str, Any]]] = [
@@ -58,6 +59,43 @@ def test_logits_of_all_ranks_together_are_those_of_transformers(
     first, *others = on_all_ranks(size, compute)
     torch.testing.assert_close(torch.cat(first), oracle_logits(folder, tokens), atol=ATOL, rtol=0)
     assert all(logits.shape[1] == 0 for other in others for logits in other)
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("lfm2", 2),
+        ("qwen3_next", 2),
+        ("qwen3_5_text", 2),
+        ("granitemoehybrid", 2),
+        ("granitemoehybrid", 4),
+        ("bamba", 2),
+    ],
+)
+def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, paged_run: Callable[..., Any]) -> None:
+    """Granite's heads are one group, which all ranks share: its norm is over all of them."""
+    model = make_family(tmp_path, family, cases(family)[0])
+    tokens = random.Random(0).choices(range(VOCAB_SIZE), k=40)
+
+    def compute(rank: ThreadRank) -> list[torch.Tensor]:
+        run = paged_run(load_decoder(tmp_path, shard=shard_of(rank)), shard=shard_of(rank))
+        steps = [{"a": tokens[:25]}, {"a": tokens[25:34]}, *({"a": [token]} for token in tokens[34:])]
+        return [run.step({}, step)["a"] for step in steps]
+
+    first, *_ = on_all_ranks(size, compute)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(torch.cat(first), expected, atol=3e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "named"),
+    [("qwen3_next", 4, r"linear_num_key_heads \(2\)"), ("granitemoehybrid", 16, r"num_attention_heads \(4\)")],
+)
+def test_heads_of_states_are_divided_evenly(family: str, size: int, named: str, tmp_path: Path) -> None:
+    make_family(tmp_path, family, cases(family)[0])
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}, which does not divide {named}"):
+        read_config(tmp_path, "float32").verify_sharding(size, tmp_path)
 
 
 @pytest.mark.few(2)

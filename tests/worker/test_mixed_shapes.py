@@ -33,7 +33,7 @@ class Model(NamedTuple):
         return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(scope="module", params=["mixed", "states", "delta"])
+@pytest.fixture(scope="module", params=["mixed", "states", "delta", pytest.param("mamba", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Layers with a window have twice the KV heads of others, or a state in place of keys and values."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -41,7 +41,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return Model(make_mixed_model(folder), Oracle(folder), (0, 19), (1, 2))
     if request.param == "states":
         return Model(make_state_model(folder), Oracle(folder), (0, STATE_WINDOW), (2, 4))
-    return Model(make_state_model(folder, "qwen3_next"), Oracle(folder), (0, STATE_WINDOW), (2, 2))
+    if request.param == "delta":
+        return Model(make_state_model(folder, "qwen3_next"), Oracle(folder), (0, STATE_WINDOW), (2, 2))
+    return Model(make_state_model(folder, "granitemoehybrid"), Oracle(folder), (0, STATE_WINDOW), (2, 8))
 
 
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])

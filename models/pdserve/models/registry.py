@@ -18,6 +18,7 @@ from pdserve.models.families.granite import Granite
 from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.longcat_flash import LongcatFlash
+from pdserve.models.families.mamba_hybrids import Bamba, GraniteHybrid
 from pdserve.models.families.mimo_v2 import MiMoV2
 from pdserve.models.families.minicpm3 import MiniCPM3
 from pdserve.models.families.minimax_m2 import MiniMaxM2
@@ -43,6 +44,7 @@ from pdserve.models.families.youtu import Youtu
 
 FAMILIES: Mapping[str, type[ModelFamily]] = {
     "AXK1ForCausalLM": AXK1,
+    "BambaForCausalLM": Bamba,
     "DeepseekV2ForCausalLM": DeepSeekV2,
     "DeepseekV3ForCausalLM": DeepSeekV3,
     "Dots1ForCausalLM": Dots1,
@@ -54,6 +56,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Glm4MoeLiteForCausalLM": Glm4MoeLite,
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
+    "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,

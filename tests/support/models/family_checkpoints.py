@@ -60,6 +60,8 @@ _MIMO: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "mlp_layer_types": None,
 }  # fmt: skip
+_MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
+_FOUR_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _DELTA_SHAPE = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -194,6 +196,49 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "conv_bias": True,
             "conv_L_cache": 5,
             "block_multiple_of": 8,
+        },
+    ],
+    "granitemoehybrid": [
+        {
+            **_MAMBA,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "head_dim": None,
+        },
+        {
+            **_MAMBA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "mamba_n_heads": 12,
+            "mamba_n_groups": 3,
+            "mamba_d_conv": 2,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "shared_intermediate_size": 24,
+            "hidden_size": 48,
+            "head_dim": None,
+        },
+    ],
+    "bamba": [
+        {**_MAMBA, **_FOUR_HEADS, "attn_layer_indices": [2], "num_hidden_layers": 4},
+        {
+            **_MAMBA,
+            **_FOUR_HEADS,
+            "attn_layer_indices": [0, 3],
+            "num_hidden_layers": 4,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mlp_bias": True,
+            "attention_bias": True,
         },
     ],
     "qwen3_5_text": [

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdserve.kernels.state.decay_products import decay_products
+
 CHUNK = 64
 """Tokens at once: the system has as many rows."""
 
@@ -54,15 +56,12 @@ def _chunk(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     query, key, value = (each.transpose(0, 1) for each in (query, key, value))
-    decayed, beta = decay.t().cumsum(-1), beta.t().unsqueeze(-1)
-    whole = decayed.exp().unsqueeze(-1)
-    # of pairs with j > i only, where the exponent would be positive, nothing is used
-    between = (decayed.unsqueeze(-1) - decayed.unsqueeze(-2)).tril().exp().tril()
+    whole, between, left = decay_products(decay.t())
+    beta = beta.t().unsqueeze(-1)
     pairs = torch.matmul(key, key.transpose(-1, -2)) * between * beta
     known = (value - whole * torch.matmul(key, state)) * beta
     update = torch.linalg.solve_triangular(pairs, known, upper=False, unitriangular=True)
     seen = torch.matmul(query, key.transpose(-1, -2)) * between
     found = whole * torch.matmul(query, state) + torch.matmul(seen, update)
-    left = (decayed[:, -1:] - decayed).exp().unsqueeze(-1)
     state = whole[:, -1:] * state + torch.matmul((key * left).transpose(-1, -2), update)
     return found.transpose(0, 1), state

@@ -38,10 +38,13 @@ class DeltaNets(ModelFamily):
         """Options of the layers' attention. Raises: ConfigError."""
         bias, delta = config.boolean("attention_bias", False), DeltaShape.read(config)
         is_state = _state_layers(config, num_layers)
-        states = StateShape(is_state, delta.num_key_heads, delta.state_size) if any(is_state) else None
+        states = StateShape.of(config, is_state, delta.num_key_heads, delta.state_size)
         return {
             "sliding_windows": (None,) * num_layers, "qkv_bias": bias, "output_bias": bias, "states": states, "delta": delta,
         }  # fmt: skip
+
+    def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
+        return super().inner_sizes(intermediate_size) | {"linear_num_key_heads": self.delta.num_key_heads}
 
     def ignores(self, weight: str, num_layers: int) -> bool:
         """Layers that draft have names of their own."""

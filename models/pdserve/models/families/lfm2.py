@@ -49,7 +49,7 @@ class Lfm2(ModelFamily):
         is_state = cls._conv_layers(config, num_layers)
         return cls(
             sliding_windows=(None,) * num_layers,
-            states=StateShape(is_state, heads, hidden // heads * (length - 1)) if any(is_state) else None,
+            states=StateShape.of(config, is_state, heads, hidden // heads * (length - 1)),
             conv_length=length,
             conv_bias=config.boolean("conv_bias", False),
             mlp_size=cls._mlp_size(config),

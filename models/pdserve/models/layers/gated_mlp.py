@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,18 +38,22 @@ class GatedMlp:
         bias: bool,
         activation: str = "silu",
         is_fused: bool = False,
-        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        projections: Sequence[str] = (),
     ) -> GatedMlp:
-        """Read gate, up and down by their names in `projections`; with is_fused `gate_up_proj`, without a bias, for the first two.
+        """Read gate, up and down by their names in `projections`; with is_fused the first two are one matrix, without a bias.
 
-        inner_size: I. activation: a name in `GATES`. Raises: ConfigError.
+        projections: empty: `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` and `down_proj`. inner_size: I. activation: a
+        name in `GATES`. Raises: ConfigError.
         """
         if is_fused:
-            gate_up = weights.fused_column_parallel(f"{prefix}.gate_up_proj", 2, inner_size, hidden_size)
+            fused, last = projections or ("gate_up_proj", "down_proj")
+            gate_up = weights.fused_column_parallel(f"{prefix}.{fused}", 2, inner_size, hidden_size)
         else:
-            halves = [f"{prefix}.{name}" for name in projections[:2]]
-            gate_up = weights.column_parallel(halves, inner_size, hidden_size, bias=bias)
-        down = weights.row_parallel(f"{prefix}.{projections[2]}", hidden_size, inner_size, bias=bias)
+            *halves, last = projections or ("gate_proj", "up_proj", "down_proj")
+            gate_up = weights.column_parallel(
+                [f"{prefix}.{name}" for name in halves], inner_size, hidden_size, bias=bias
+            )
+        down = weights.row_parallel(f"{prefix}.{last}", hidden_size, inner_size, bias=bias)
         return cls(gate_up, down, GATES[activation])
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:

@@ -29,8 +29,9 @@ def load_stacked_experts(
     gate: ClampedSwiglu | None = None,
     in_turn: bool = False,
     bias: bool = False,
+    projections: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
 ) -> SparseMlp:
-    """Read `{prefix}.{router}` and `{prefix}.experts`.
+    """Read `{prefix}.{router}` and the two matrices of the experts, by their names in `projections`.
 
     gate: the activation; None: SwiGLU. in_turn: outputs are gate 0, up 0, gate 1, ...; False: all of gate, then all of up. bias: of
     the router and the experts. Raises: ConfigError.
@@ -39,8 +40,8 @@ def load_stacked_experts(
     route = make_linear(router_weight, weights.tensor(f"{prefix}.{router}.bias", num_experts) if bias else None)
     shard = weights.shard
     inner = shard.part(0, inner_size) or Part(0, 0, inner_size)
-    gate_up = _matrices(weights, f"{prefix}.experts.gate_up_proj", num_experts, 2 * inner_size, hidden_size)
-    down = _matrices(weights, f"{prefix}.experts.down_proj", num_experts, hidden_size, inner_size)
+    gate_up = _matrices(weights, f"{prefix}.{projections[0]}", num_experts, 2 * inner_size, hidden_size)
+    down = _matrices(weights, f"{prefix}.{projections[1]}", num_experts, hidden_size, inner_size)
     gate_up_bias, down_bias = None, None
     if bias:
         gate_up_bias = weights.tensor(f"{prefix}.experts.gate_up_proj_bias", num_experts, 2 * inner_size)

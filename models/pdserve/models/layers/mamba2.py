@@ -1,0 +1,208 @@
+"""Mamba 2: a selective scan after a short convolution of its inputs.
+
+A sequence's state has, per run of heads, the last columns of the convolution and the matrices of its heads. Runs of one group have
+the same columns of b and c, and each keeps them, so that any rank can have any run. Source: the code of Bamba in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.rank_group import RankGroup
+from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.selective_scan import scan_chunks, scan_step
+from pdserve.kernels.state.state_backend import StatePlan
+from pdserve.kernels.state.state_spec import StateSpec
+from pdserve.models.config.mamba2_shape import Mamba2Shape
+from pdserve.models.weights.rank_shard import Part
+from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNorm:
+    """`norm(x * silu(gate))` over the heads of each group."""
+
+    weight: Tensor
+    """`[H * P]`, of this rank's heads."""
+    eps: float
+    group_of_head: Tensor
+    """`[H]` int64"""
+    num_groups: int
+    """Of all ranks."""
+    group_size: int
+    """Numbers of a group."""
+    ranks: RankGroup | None
+    """The ranks that share groups; None: each group is one rank's."""
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H * P]` float32."""
+        x = x * F.silu(gate.float()).view(x.shape)
+        squares = x.new_zeros((len(x), self.num_groups)).index_add_(1, self.group_of_head, x.square().sum(-1))
+        if self.ranks is not None:
+            squares = self.ranks.all_reduce(squares)
+        factors = torch.rsqrt(squares / self.group_size + self.eps).index_select(1, self.group_of_head)
+        return (x * factors.unsqueeze(-1)).flatten(1) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """One layer; a rank has its runs of heads, and the b and c of their groups."""
+
+    index: int
+    """The layer's index in the blocks of its KV cache group."""
+    spec: StateSpec
+    shape: Mamba2Shape
+    """Of all ranks."""
+    inputs: Linear
+    """Hidden state -> gates, x, b, c and steps."""
+    groups: Tensor
+    """`[runs]` int64: the place of each run's group among those of this rank."""
+    firsts: Tensor
+    """`[groups]` int64: the first run of each."""
+    weight: Tensor
+    """`[C, K]`: of the convolution of x, b and c."""
+    bias: Tensor | None
+    """`[C]`"""
+    step_bias: Tensor
+    """`[H]` float32"""
+    decay: Tensor
+    """`[H]` float32, negative: `-exp(A_log)`."""
+    skip: Tensor
+    """`[H]` float32: factor of x in the result."""
+    norm: GroupNorm
+    output: Linear
+
+    @classmethod
+    def load(
+        cls,
+        weights: WeightLoader,
+        prefix: str,
+        index: int,
+        spec: StateSpec,
+        shape: Mamba2Shape,
+        hidden_size: int,
+        eps: float,
+    ) -> Mamba2:
+        """Read `{prefix}.in_proj`, `conv1d`, `dt_bias`, `A_log`, `D`, `norm` and `out_proj`.
+
+        spec, shape: with the runs of all ranks. Raises: ConfigError.
+        """
+        shard, inner = weights.shard, shape.inner_size
+        runs = shard.heads(shape.num_runs)
+        runs_per_group = shape.num_runs // shape.num_groups
+        group_of_run = [run // runs_per_group for run in runs]
+        groups = range(group_of_run[0], group_of_run[-1] + 1)
+        heads = range(runs.start * shape.heads_per_run, runs.stop * shape.heads_per_run)
+        all_bc = shape.num_groups * shape.state_size
+        x = range(heads.start * shape.head_dim, heads.stop * shape.head_dim)
+        b = range(groups.start * shape.state_size, groups.stop * shape.state_size)
+        channels = [x, _after(b, inner), _after(b, inner + all_bc)]
+        steps = _after(heads, 2 * (inner + all_bc))
+        rows = [x, *(_after(each, inner) for each in channels), steps]
+        name, num_rows = f"{prefix}.in_proj", 2 * (inner + all_bc) + shape.num_heads
+        matrix = weights.stack([weights.matrix(name, num_rows, hidden_size, _part(each)) for each in rows], [name])
+        added = None
+        if shape.projection_bias:
+            added = torch.cat([weights.tensor(f"{name}.bias", num_rows, part=_part(each)) for each in rows])
+
+        def convolved(name: str, *sizes: int) -> Tensor:
+            name, num = f"{prefix}.conv1d.{name}", inner + 2 * all_bc
+            return torch.cat([weights.tensor(name, num, *sizes, part=_part(each)) for each in channels])
+
+        def vector(name: str) -> Tensor:
+            return weights.tensor(f"{prefix}.{name}", shape.num_heads, part=_part(heads), dtype=torch.float32)
+
+        step_bias = vector("dt_bias")
+        of_heads = torch.tensor(group_of_run, device=step_bias.device).repeat_interleave(shape.heads_per_run)
+        is_cut = shard.group is not None and shape.num_groups % shard.size != 0
+        return cls(
+            index=index,
+            spec=StateSpec(num_heads=len(runs), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
+            shape=shape,
+            inputs=make_linear(matrix, added),
+            groups=torch.tensor(group_of_run, device=step_bias.device) - groups.start,
+            firsts=torch.tensor([group_of_run.index(group) for group in groups], device=step_bias.device),
+            weight=convolved("weight", 1, shape.conv_length).squeeze(1),
+            bias=convolved("bias") if shape.conv_bias else None,
+            step_bias=step_bias,
+            decay=vector("A_log").exp().neg(),
+            skip=vector("D"),
+            norm=GroupNorm(
+                weights.tensor(f"{prefix}.norm.weight", inner, part=_part(x)), eps, of_heads, shape.num_groups,
+                inner // shape.num_groups, shard.group if is_cut else None,
+            ),
+            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.projection_bias),
+        )  # fmt: skip
+
+    def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
+        """x `[T, H]` -> `[T, H * P]`, the input of `output`. Reads and writes the states of the step's sequences."""
+        shape, num_groups = self.shape, len(self.firsts)
+        inner, bc = self.spec.num_heads * shape.heads_per_run * shape.head_dim, num_groups * shape.state_size
+        gate, mixed, steps = torch.split(self.inputs(x), [inner, inner + 2 * bc, len(self.skip)], -1)
+        columns, matrices = self._parts(plan.read(self.index))
+        made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
+        made = F.silu(made).float()
+        own, b, c = torch.split(made, [inner, bc, bc], -1)
+        own = own.view(len(x), -1, shape.head_dim)
+        group_of_head = self.groups.repeat_interleave(shape.heads_per_run)
+        b, c = (each.view(len(x), num_groups, -1).index_select(1, group_of_head) for each in (b, c))
+        found, matrices = self._scanned(own, b, c, F.softplus(steps.float() + self.step_bias), matrices, plan)
+        plan.write(self.index, self._joined(columns, matrices))
+        return self.norm(found + own * self.skip.unsqueeze(-1), gate).to(x.dtype)
+
+    def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
+        """Write the states. Arguments of `attend`."""
+        self.attend(x, phases, plan, ops)
+
+    def _scanned(
+        self, x: Tensor, b: Tensor, c: Tensor, steps: Tensor, matrices: Tensor, plan: StatePlan
+    ) -> tuple[Tensor, Tensor]:
+        """x `[T, H, P]`, b and c `[T, H, N]`, steps `[T, H]`, matrices `[B, H, P, N]` -> `[T, H, P]`, and those after it."""
+        num = plan.num_decodes
+        decay, x = self.decay * steps, x * steps.unsqueeze(-1)
+        found, after = torch.empty_like(x), torch.empty_like(matrices)
+        if num:
+            found[:num], after[:num] = scan_step(x[:num], b[:num], c[:num], decay[:num], matrices[:num])
+        for place, (first, stop) in enumerate(plan.chunks, num):
+            own = slice(first, stop)
+            found[own], after[place] = scan_chunks(x[own], b[own], c[own], decay[own], matrices[place])
+        return found, after
+
+    def _column_sizes(self) -> Sequence[int]:
+        """Numbers of a run's columns of x, and of b and c each."""
+        shape, length = self.shape, self.shape.conv_length - 1
+        return shape.heads_per_run * shape.head_dim * length, shape.state_size * length, shape.state_size * length
+
+    def _parts(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, runs, S]` -> columns `[B, C, K - 1]` and matrices `[B, H, P, N]`."""
+        shape, num, length = self.shape, len(states), self.shape.conv_length - 1
+        sizes = self._column_sizes()
+        x, b, c, matrices = torch.split(states, [*sizes, states.shape[-1] - sum(sizes)], -1)
+        columns = [x, *(each.index_select(1, self.firsts) for each in (b, c))]
+        return (
+            torch.cat([each.reshape(num, -1, length) for each in columns], 1),
+            matrices.reshape(num, -1, shape.head_dim, shape.state_size),
+        )
+
+    def _joined(self, columns: Tensor, matrices: Tensor) -> Tensor:
+        """The reverse."""
+        num, runs, num_groups = len(columns), len(self.groups), len(self.firsts)
+        bc = num_groups * self.shape.state_size
+        x, b, c = torch.split(columns, [columns.shape[1] - 2 * bc, bc, bc], 1)
+        of_runs = [each.reshape(num, num_groups, -1).index_select(1, self.groups) for each in (b, c)]
+        return torch.cat([x.reshape(num, runs, -1), *of_runs, matrices.reshape(num, runs, -1)], -1)
+
+
+def _after(rows: range, first: int) -> range:
+    return range(rows.start + first, rows.stop + first)
+
+
+def _part(rows: range) -> Part:
+    return Part(0, rows.start, rows.stop)
