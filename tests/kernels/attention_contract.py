@@ -17,6 +17,7 @@ from tests.support.kernels.attention_cases import (
     check_step,
     dense_attention,
     make_case,
+    make_latent_case,
     make_spec,
     run_step,
 )
@@ -325,6 +326,31 @@ class LatentAttentionContract(abc.ABC):
         self.check(
             (128, 1, 576), 512, decodes=[70, 3], prefills=[(20, 9)], block_size=16, dtype=torch.bfloat16, num_layers=2
         )
+
+    @pytest.mark.diagonal(2)
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize(("rank", "nope", "rope", "value"), [(48, 8, 4, 10), (33, 7, 2, 5), (9, 8, 4, 16)], ids=str)
+    @pytest.mark.parametrize("decodes", [[], [1, 37, 0, 300]], ids=str)
+    @pytest.mark.parametrize("prefills", [[(0, 70)], [(60, 3), (64, 65), (0, 2), (90, 1)], [(200, 140), (3, 5)], []], ids=str)
+    def test_heads_in_either_form(
+        self,
+        dtype: torch.dtype,
+        rank: int,
+        nope: int,
+        rope: int,
+        value: int,
+        decodes: list[int],
+        prefills: list[tuple[int, int]],
+    ) -> None:
+        """Chunks that a plan may expand, and others; one with a small rank is never expanded."""
+        made = make_latent_case(
+            num_heads=5, nope=nope, rope=rope, rank=rank, value=value, dtype=dtype, device=self.device,
+            decodes=decodes or [7], prefills=prefills, block_size=16,
+        )  # fmt: skip
+        real = [row for row, length in enumerate(made.case.batch.lengths.seq_lens.repeat(made.case.batch.lengths.query_lens)) if length]
+        found = made.attend(self.make_backend(made.case.kv_cache)).cpu().double()
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(found[real], made.expected()[real], atol=tolerance, rtol=tolerance)
 
     def test_other_caches_are_refused(self) -> None:
         case = make_case(heads=(4, 1, 16), decodes=[5], block_size=16, dtype=torch.float32, value_dim=12).to(

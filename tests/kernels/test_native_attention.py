@@ -18,7 +18,7 @@ from pdserve.kernels.native import native_library
 from pdserve.kernels.native.build_library import BuildError, build, library_name
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, NativeAttentionPlan
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
-from tests.kernels.attention_contract import AttentionContract
+from tests.kernels.attention_contract import AttentionContract, LatentAttentionContract
 from tests.support.kernels.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
 from tests.support.run.torch_threads import num_threads
 
@@ -26,6 +26,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class TestNativeAttention(AttentionContract):
+    @pytest.fixture(autouse=True)
+    def _built(self, built: NativeLibrary) -> None:
+        self.native_library = built
+
+    def make_backend(self, kv_cache: Tensor) -> NativeAttentionBackend:
+        if kv_cache.dtype is torch.float16:
+            pytest.skip("float16 stays with torch")
+        return NativeAttentionBackend(kv_cache, self.native_library)
+
+
+class TestNativeLatentAttention(LatentAttentionContract):
     @pytest.fixture(autouse=True)
     def _built(self, built: NativeLibrary) -> None:
         self.native_library = built

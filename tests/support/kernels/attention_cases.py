@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.latent_heads import LatentHeads, attend_latent
 from tests.support.kernels.attention_batches import packed_batch
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -147,6 +148,47 @@ def dense_attention(case: Case, spec: AttentionSpec) -> Tensor:
         weights = scores.softmax(-1)[..., : len(keys)]
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v)
     return out.flatten(1)
+
+
+@dataclass
+class LatentCase:
+    """A step over latent rows, with the queries and matrices of its heads."""
+
+    case: Case
+    """Its q are the absorbed queries, rounded."""
+    heads: LatentHeads
+    queries: Tensor
+    """`[T, Hq, nope + rope]`, a view."""
+    spec: AttentionSpec
+
+    def expected(self) -> Tensor:
+        """The formula in float64, with absorbed queries that are not rounded -> `[T, Hq * value]`."""
+        wide = LatentHeads(self.heads.key_up.cpu().double(), self.heads.value_up.cpu().double())
+        case = replace(self.case.to("cpu"), q=wide.absorbed(self.queries.cpu().double()))
+        return wide.results(dense_attention(case, self.spec)).flatten(1)
+
+    def attend(self, backend: AttentionBackend) -> Tensor:
+        """Plan, store and attend in the case's layer -> `[T, Hq * value]`."""
+        plan = backend.plan(self.case.batch, self.spec)
+        plan.store(self.case.layer, self.case.k, self.case.v)
+        return attend_latent(plan, self.case.layer, self.heads, self.queries, self.case.k)
+
+
+def make_latent_case(
+    *, num_heads: int, nope: int, rope: int, rank: int, value: int, dtype: torch.dtype, device: str = "cpu", **fields: Any
+) -> LatentCase:
+    """fields: of `make_case`."""
+    shape = (num_heads, 1, rank + rope)
+    case = make_case(heads=shape, value_dim=rank, dtype=dtype, **fields).to(device)
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype).to(device)
+
+    heads = LatentHeads(drawn(num_heads, nope, rank) / rank**0.5, drawn(num_heads, rank, value) / rank**0.5)
+    queries = drawn(len(case.q), num_heads, nope + rope + 1)[..., : nope + rope]
+    spec = make_spec(shape, value_dim=rank, scale=(nope + rope) ** -0.5)
+    return LatentCase(replace(case, q=heads.absorbed(queries)), heads, queries, spec)
 
 
 def run_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -127,6 +127,34 @@ class AttentionBatch:
             most_chunks=most_chunks,
             plan_arrays=plan_arrays or {},
         )
+
+    def part(self, sequences: Sequence[int]) -> tuple[AttentionBatch, Tensor]:
+        """A batch of some sequences, and the `[n]` rows of this one that it has.
+
+        sequences: ascending, with all decode rows.
+        """
+        starts = self.query_start_loc_cpu.tolist()
+        chosen = torch.tensor(sequences, dtype=torch.int64)
+        rows = torch.tensor([row for index in sequences for row in range(starts[index], starts[index + 1])], dtype=torch.int64)
+        query_lens, seq_lens = self.query_start_loc_cpu.diff()[chosen], self.seq_lens_cpu[chosen]
+        query_start_loc_cpu = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
+        device = self.slot_mapping.device
+        there, rows = chosen.to(device), rows.to(device)
+        batch = replace(
+            self,
+            positions=self.positions[..., rows],
+            slot_mapping=self.slot_mapping[rows],
+            query_start_loc=query_start_loc_cpu.to(device),
+            seq_lens=self.seq_lens[there],
+            block_tables=self.block_tables[there],
+            max_query_len=max(query_lens.tolist(), default=0),
+            max_seq_len=max(seq_lens.tolist(), default=0),
+            query_start_loc_cpu=query_start_loc_cpu,
+            seq_lens_cpu=seq_lens,
+            most_chunks=None,
+            plan_arrays={},
+        )
+        return batch, rows
 
     def verify(self, block_size: int) -> None:
         """Check that the tensors agree; a back end would not notice, since a slice beyond a tensor's end is silently shorter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +81,7 @@ class KvPages:
         self._head_tokens = rows.flatten() * self.block_size
         self._head_blocks = rows.view(planes, 1, self.num_kv_heads, 1)
         self._offsets = torch.arange(self.block_size, device=kv_cache.device)
-        self._gathered = self.like.new_empty(0)
+        self._gathered = self._expanded = self.like.new_empty(0)
 
     def write_rows(self, slot_mapping: Tensor) -> Tensor:
         """Rows of `token_rows` that tokens in slots `[T]` own, in the order `[T, P, Hkv]`, flat: the argument of `store`."""
@@ -105,6 +106,13 @@ class KvPages:
             self._gathered = self.like.new_empty(size + size // 2)
         out = self._gathered[:size].view(rows.numel(), -1)
         return GatheredKeys(block_tables.shape[0], rows, out, first_key, last_key)
+
+    def expanded_room(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory for keys and values that rows are expanded to, shared by all layers and steps as `GatheredKeys.out` is."""
+        size = math.prod(shape)
+        if self._expanded.numel() < size:
+            self._expanded = self.like.new_empty(size + size // 2)
+        return self._expanded[:size].view(shape)
 
     def store(self, layer: int, write_rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write keys and values `[T, Hkv, D]` to their `write_rows`. May round k and v to what it writes."""

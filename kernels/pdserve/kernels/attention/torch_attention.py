@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +15,13 @@ from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLength
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
 from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages, check_spec
-from pdserve.kernels.attention.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
+from pdserve.kernels.attention.latent_heads import LatentHeads, attend_absorbed
+from pdserve.kernels.attention.prefill_attention import PrefillChunk, PrefillPlan, attend_prefill, plan_prefill
 from pdserve.kernels.attention.quantized_pages import QuantizedPages, is_quantized
 from pdserve.kernels.attention.score_terms import ScoreTerms
+
+_EXPANDED_BYTES = 64 << 20
+"""Most bytes of keys and values that latent rows are expanded to at once, but for one head."""
 
 
 class TorchAttentionBackend:
@@ -64,6 +69,13 @@ class StepPlan:
         """`KvPages.write_rows` of the batch's slots. Made when torch stores: C++ needs none."""
         return self._pages.write_rows(self.batch.slot_mapping)
 
+    def part(self, sequences: Sequence[int]) -> tuple[StepPlan, Tensor]:
+        """`AttentionBatch.part`, whose tails are clear where this step's are."""
+        batch, rows = self.batch.part(sequences)
+        made = StepPlan(batch, self._pages)
+        made._has_clear_tails = self._has_clear_tails
+        return made, rows
+
     def clear_tails(self, pages: KvPages, *, is_masked: bool) -> None:
         """Zero keys after the last token of decode rows, once per batch; in blocks that are new to a row, once per block.
 
@@ -82,6 +94,18 @@ def _chunks(batch: AttentionBatch, seq_lens: list[int]) -> list[PrefillChunk]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class LatentForms:
+    """The forms in which a step attends over latent rows: `latent_heads.py`."""
+
+    expanded: list[PrefillPlan]
+    """Chunks in the expanded form."""
+    rest: TorchAttentionPlan | None
+    """For all other rows; None: there are none, or nothing is expanded."""
+    rest_rows: Tensor | slice
+    """The rows of `rest` in the batch."""
+
+
 class TorchAttentionPlan:
     """Implements `AttentionPlan`."""
 
@@ -92,6 +116,7 @@ class TorchAttentionPlan:
         self._spec = spec
         self._num_decodes = step.batch.num_decodes
         self._step = step
+        self._forms: dict[tuple[int, int, int], LatentForms] = {}
         self._plan_decodes(step)
         self._plan_chunks(step)
 
@@ -126,6 +151,62 @@ class TorchAttentionPlan:
         if self._num_decodes < num_tokens:
             self._attend_chunks(layer, queries, k, v, out, more)
         return out.view(num_tokens, -1)
+
+    def attend_latent(self, layer: int, heads: LatentHeads, queries: Tensor, rows: Tensor) -> Tensor:
+        """`latent_heads.attend_latent`: decode rows and small chunks in the absorbed form, other chunks in the expanded one."""
+        sizes = heads.nope_dim, heads.rank, heads.value_dim
+        if sizes not in self._forms:
+            self._forms[sizes] = self._plan_forms(heads)
+        forms = self._forms[sizes]
+        if not forms.expanded:
+            return attend_absorbed(self, layer, heads, queries, rows)
+        out = queries.new_empty((len(queries), heads.num_heads, heads.value_dim))
+        if forms.rest is not None:
+            own = forms.rest_rows
+            out[own] = attend_absorbed(forms.rest, layer, heads, queries[own], rows[own]).view(-1, *out.shape[1:])
+        for plan in forms.expanded:
+            self._attend_expanded(layer, heads, plan, queries, rows, out)
+        return out.flatten(1)
+
+    def _plan_forms(self, heads: LatentHeads) -> LatentForms:
+        chunks = self._step.chunks
+        is_expanded = [
+            chunk.context_len >= 0 and heads.expands(chunk.context_len, chunk.num_tokens) for chunk in chunks
+        ]
+        expanded = [
+            plan_prefill(chunk, self._pages, self._spec) for chunk, chosen in zip(chunks, is_expanded, strict=True) if chosen
+        ]
+        others = [self._num_decodes + index for index, chosen in enumerate(is_expanded) if not chosen]
+        if not expanded or not self._num_decodes + len(others):
+            return LatentForms(expanded, None, slice(0))
+        step, rows = self._step.part([*range(self._num_decodes), *others])
+        return LatentForms(expanded, self._part(step), rows if others else slice(self._num_decodes))
+
+    def _part(self, step: StepPlan) -> TorchAttentionPlan:
+        """A plan like this one for a part of its step."""
+        return TorchAttentionPlan(step, self._pages, self._spec)
+
+    def _attend_expanded(
+        self, layer: int, heads: LatentHeads, plan: PrefillPlan, queries: Tensor, rows: Tensor, out: Tensor
+    ) -> None:
+        """Write the rows of one chunk; queries `[T, Hq, nope + rope]`, out `[T, Hq, value]`."""
+        first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
+        seen = rows[first:stop, 0] if plan.source is None else self._pages.gather(layer, plan.source)[0][0, 0]
+        numbers = queries.shape[2] + heads.value_dim
+        at_once = max(1, _EXPANDED_BYTES // (len(seen) * numbers * seen.element_size()))
+        for head in range(0, heads.num_heads, at_once):
+            end = min(head + at_once, heads.num_heads)
+            both = self._pages.expanded_room((end - head, len(seen), numbers))
+            heads.expand(seen, head, both)
+            spec = replace(
+                self._spec, num_heads=end - head, num_kv_heads=end - head, head_dim=queries.shape[2], value_dim=None
+            )
+            self._attend_keys(queries[first:stop, head:end], both, plan, spec, out[first:stop, head:end])
+
+    def _attend_keys(self, q: Tensor, both: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor) -> None:
+        """q `[n, h, D]`; both `[h, S, D + Dv]`: keys and values; out `[n, h, Dv]`, a view."""
+        keys, values = both[..., : spec.head_dim], both[..., spec.head_dim :]
+        attend_prefill(q.unsqueeze(2), keys, values, plan, spec, out.unsqueeze(2))
 
     def _attend_at_once(self, layer: int, queries: Tensor, more: ScoreTerms) -> Tensor | None:
         """Attention of a step of one group, in the tensor that its call returns; None for other steps."""

@@ -3,6 +3,9 @@
 A KV head's keys are read once for all of its query heads, decode's in place. The keys of a decode row are cut into pieces of 256
 tokens by the row's own length, and joined in order; those of a chunk's row are taken in tiles that begin at multiples of 64 tokens.
 So a row has the same bits whatever is next to it, with any number of threads, and a chunk's row wherever the chunk begins.
+
+Latent rows have many query heads per KV head, so a decode row over them is a chunk of one token whose keys are cut into pieces: its
+heads lie side by side in vectors, and no key is transposed.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import KvPages, check_spec, has_latent_rows
+from pdserve.kernels.attention.prefill_attention import PrefillPlan
 from pdserve.kernels.attention.score_terms import ScoreTerms
 from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeArguments, NativeLibrary, PrefillArguments
 
 _MAX_HEAD_DIM = 512
+"""Of keys and values; latent rows may be longer."""
+_PIECE_TOKENS = 256
+"""Keys of one piece of a decode row over latent rows: `PrefillArguments.piece_tokens`."""
 CHANGED = "block_tables changed after the plan: a block number is outside the cache"
 
 
@@ -29,9 +36,7 @@ def unsupported(kv_cache: Tensor) -> str | None:
         return f"it needs a cache in main memory; the device is {str(kv_cache.device)!r}"
     if kv_cache.dtype not in NATIVE_DTYPES:
         return f"it supports float32 and bfloat16; the cache is {str(kv_cache.dtype).removeprefix('torch.')}"
-    if has_latent_rows(kv_cache):
-        return "it reads keys and values, and the cache has latent rows"
-    if kv_cache.dim() == 6 and kv_cache.shape[5] > _MAX_HEAD_DIM:
+    if kv_cache.dim() == 6 and kv_cache.shape[5] > _MAX_HEAD_DIM and not has_latent_rows(kv_cache):
         return f"it supports heads of at most {_MAX_HEAD_DIM} numbers; the cache has {kv_cache.shape[5]}"
     return None
 
@@ -54,7 +59,8 @@ class NativeAttentionBackend(TorchAttentionBackend):
         if spec.sinks or spec.distance_bias:
             # torch operations compute them
             return TorchAttentionPlan(self._step_plan(batch), pages, spec)
-        return NativeAttentionPlan(self._step_plan(batch), pages, spec, self)
+        made = NativeAttentionPlan if spec.value_dim is None else NativeLatentPlan
+        return made(self._step_plan(batch), pages, spec, self)
 
     def attend_decodes(self, call: DecodeArguments) -> None:
         """Write `call.out`."""
@@ -73,8 +79,8 @@ class NativeAttentionBackend(TorchAttentionBackend):
             raise ValueError(CHANGED)
 
     def give_rooms(self, call: PrefillArguments) -> None:
-        """Set `call.rooms`, for the same reason."""
-        call.rooms = self._rooms.data_ptr()
+        """Set `call.rooms` and `call.partials`, for the same reason."""
+        call.rooms, call.partials = self._rooms.data_ptr(), self._partials.data_ptr()
 
     def prepare_decode(self, call: DecodeArguments, partial_size: int) -> None:
         """Fill `call.piece_starts`, and give the call room for its pieces, shared by all plans.
@@ -89,16 +95,19 @@ class NativeAttentionBackend(TorchAttentionBackend):
         call.parallel = self._native_library.parallel
 
     def prepare_prefill(self, call: PrefillArguments, first: int) -> None:
-        """Fill `call.task_starts`, and give each of its threads a room, shared by all plans.
+        """Fill `call.task_starts`, and give each of its threads a room, and its pieces room, shared by all plans.
 
         first: the sequence of the first chunk. Raises: ValueError for a block number outside the cache.
         """
         num_tasks = self._native_library.plan_prefill(byref(call))
         if num_tasks < 0:
             raise _outside(first - 1 - num_tasks, call)
-        size = call.num_threads * self._native_library.prefill_room(call.head_dim)
+        size = call.num_threads * self._native_library.prefill_room(call.head_dim, call.value_dim)
         if self._rooms.numel() < size:
             self._rooms = torch.empty(size)
+        size = num_tasks * self._native_library.prefill_partial(call.value_dim) if call.piece_tokens else 0
+        if self._partials.numel() < size:
+            self._partials = torch.empty(size * 3 // 2)
         call.parallel = self._native_library.parallel
 
 
@@ -136,16 +145,27 @@ class NativeAttentionPlan(TorchAttentionPlan):
         self._prefill_call: PrefillArguments | None = None
         if not size:
             return
+        self._prefill_call, self._task_starts = self._chunk_call(step, first, size)
+
+    def _chunk_call(
+        self, step: StepPlan, first: int, size: int, piece_tokens: int = 0
+    ) -> tuple[PrefillArguments, Tensor]:
+        """The call for `size` sequences from `first` on, and memory that it writes."""
+        pages, spec = self._pages, self._spec
         self._query_starts = step.batch.query_start_loc_cpu.contiguous()
-        self._task_starts = torch.empty(size + 1, dtype=torch.int64)
-        tables = self._tables[first:]
-        self._prefill_call = call = PrefillArguments(
+        task_starts = torch.empty(size + 1, dtype=torch.int64)
+        tables, value_dim = self._tables[first:], spec.output_dim
+        call = PrefillArguments(
+            num_planes=pages.rows_per_token, row_dim=pages.head_dim, value_dim=value_dim,
+            value_offset=0 if spec.value_dim is not None else pages.block_size * pages.head_dim,
             block_tables=tables.data_ptr(), table_stride=tables.stride(0), table_width=tables.shape[1],
             query_starts=self._query_starts[first:].data_ptr(), seq_lens=self._lens[first:].data_ptr(), num_chunks=size,
-            is_causal=self._spec.causal, task_starts=self._task_starts.data_ptr(),
+            is_causal=spec.causal, out_stride=spec.num_heads * value_dim, task_starts=task_starts.data_ptr(),
+            piece_tokens=piece_tokens,
         )  # fmt: skip
         self._fill(call)
         self._backend.prepare_prefill(call, first)
+        return call, task_starts
 
     def calls(self) -> tuple[DecodeArguments, PrefillArguments | None]:
         """Return the calls for decode rows, which come first and may be none, and for chunks, without layer, queries and output.
@@ -194,3 +214,47 @@ class NativeAttentionPlan(TorchAttentionPlan):
         call.layer, call.q, call.out = layer, queries.data_ptr(), out.data_ptr()
         call.q_stride, call.q_head_stride = queries.stride()[:2]
         return queries
+
+
+class NativeLatentPlan(NativeAttentionPlan):
+    """Implements `AttentionPlan` over latent rows, with `attend_latent`."""
+
+    def _plan_decodes(self, step: StepPlan) -> None:
+        size = self._num_decodes
+        self._padded = [row for row, length in enumerate(step.decode_lens) if not length]
+        self._latent_call: PrefillArguments | None = None
+        if size:
+            self._latent_call, self._latent_starts = self._chunk_call(step, 0, size, _PIECE_TOKENS)
+
+    def calls(self) -> tuple[DecodeArguments, PrefillArguments | None]:
+        raise NotImplementedError("layers over latent rows are not fused")
+
+    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, more: ScoreTerms) -> None:
+        call = self._latent_call
+        assert call is not None
+        held = self._set_rows(call, layer, queries, out)
+        self._backend.attend_chunks(call)
+        if self._padded:
+            out[self._padded] = 0
+        del held
+
+    def _part(self, step: StepPlan) -> TorchAttentionPlan:
+        return NativeLatentPlan(step, self._pages, self._spec, self._backend)
+
+    def _attend_keys(self, q: Tensor, both: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor) -> None:
+        """`both` is read as a cache of one block."""
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        starts, table = torch.tensor([0, len(q)]), torch.zeros(1, dtype=torch.int64)
+        lens, task_starts = torch.tensor([both.shape[1]]), torch.empty(2, dtype=torch.int64)
+        call = PrefillArguments(
+            kv_cache=both.data_ptr(), num_blocks=1, num_kv_heads=len(both), num_layers=1, block_size=both.shape[1],
+            head_dim=spec.head_dim, dtype=NATIVE_DTYPES[both.dtype], num_planes=1, row_dim=both.shape[2],
+            value_dim=out.shape[2], value_offset=spec.head_dim, block_tables=table.data_ptr(), table_stride=1, table_width=1,
+            query_starts=starts.data_ptr(), seq_lens=lens.data_ptr(), num_chunks=1, group_size=1, window=spec.window or 0,
+            is_causal=spec.causal, scale=spec.scale, softcap=spec.softcap or 0.0, q=q.data_ptr(), q_stride=q.stride(0),
+            q_head_stride=q.stride(1), out=out.data_ptr(), out_stride=out.stride(0), task_starts=task_starts.data_ptr(),
+            num_threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self._backend.prepare_prefill(call, 0)
+        self._backend.attend_chunks(call)

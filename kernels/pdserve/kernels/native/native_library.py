@@ -41,11 +41,13 @@ class PrefillArguments(ctypes.Structure):
     _fields_ = (
         ("kv_cache", c_void_p), ("num_blocks", c_int64), ("num_kv_heads", c_int64), ("num_layers", c_int64),
         ("block_size", c_int64), ("head_dim", c_int64), ("dtype", c_int64),
+        ("num_planes", c_int64), ("row_dim", c_int64), ("value_dim", c_int64), ("value_offset", c_int64),
         ("block_tables", c_void_p), ("table_stride", c_int64), ("table_width", c_int64),
         ("query_starts", c_void_p), ("seq_lens", c_void_p), ("num_chunks", c_int64),
         ("group_size", c_int64), ("window", c_int64), ("is_causal", c_int64), ("scale", c_double), ("softcap", c_double),
-        ("q", c_void_p), ("q_stride", c_int64), ("q_head_stride", c_int64), ("out", c_void_p), ("layer", c_int64),
-        ("task_starts", c_void_p), ("rooms", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
+        ("q", c_void_p), ("q_stride", c_int64), ("q_head_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
+        ("layer", c_int64), ("task_starts", c_void_p), ("rooms", c_void_p), ("piece_tokens", c_int64), ("partials", c_void_p),
+        ("num_threads", c_int64), ("parallel", c_void_p),
     )  # fmt: skip
 
 
@@ -181,6 +183,7 @@ class NativeLibrary:
             self.plan_prefill = library.pdserve_plan_prefill
             self.paged_prefill = library.pdserve_paged_prefill
             self.prefill_room = library.pdserve_prefill_room
+            self.prefill_partial = library.pdserve_prefill_partial
             self.add_lora = library.pdserve_add_lora
             self.layer_rows = library.pdserve_layer_rows
             self.multiply_rows = library.pdserve_multiply_rows
@@ -210,7 +213,8 @@ class NativeLibrary:
         self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeArguments), c_int64], c_int64
         self.plan_prefill.argtypes, self.plan_prefill.restype = [POINTER(PrefillArguments)], c_int64
         self.paged_prefill.argtypes, self.paged_prefill.restype = [POINTER(PrefillArguments), c_int64], c_int64
-        self.prefill_room.argtypes, self.prefill_room.restype = [c_int64], c_int64
+        self.prefill_room.argtypes, self.prefill_room.restype = [c_int64, c_int64], c_int64
+        self.prefill_partial.argtypes, self.prefill_partial.restype = [c_int64], c_int64
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
         self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None

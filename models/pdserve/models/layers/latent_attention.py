@@ -1,11 +1,7 @@
 """Multi-head latent attention: the cache has one row per token and layer, from which all heads make their keys and values.
 
-    row   = [c, k_rope]           c: kv_lora_rank numbers, normed; k_rope: rotated, the same for all heads
-    key_h = [W_UK_h c, k_rope]    value_h = W_UV_h c
-
-Scores and outputs need no keys and values: `q_h . key_h = [W_UK_h^T q_nope_h, q_rope_h] . row`, and the sum of weighted values is
-W_UV_h times the sum of weighted c. So each head's query is projected into the space of rows, and attention is that of many heads
-over one head, whose values are the beginning of its keys. Source: DeepSeek-V2 (Liu et al. 2024), section 2.1.2 and appendix C.
+A row is `[c, k_rope]`. c: kv_lora_rank numbers, normed; k_rope: rotated, the same for all heads. `LatentHeads` says what heads make of
+it. Source: DeepSeek-V2 (Liu et al. 2024), section 2.1.2 and appendix C.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.latent_heads import LatentHeads, attend_latent
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import RmsNorm
@@ -49,10 +46,7 @@ class LatentAttention:
     """Hidden state -> `kv_lora_rank + rope_dim` numbers."""
     row_norm: RmsNorm
     """Of the first `kv_lora_rank`."""
-    key_up: Tensor
-    """W_UK `[Hq, nope_dim, kv_lora_rank]`"""
-    value_up: Tensor
-    """W_UV transposed `[Hq, kv_lora_rank, value_dim]`"""
+    heads: LatentHeads
     output: Linear
 
     @classmethod
@@ -105,22 +99,16 @@ class LatentAttention:
             query_norm=query_norm,
             row=make_linear(row, row_bias),
             row_norm=_norm(weights, f"{prefix}.kv_a_layernorm.weight", rank, shape.row_factor),
-            key_up=up[:, :nope].contiguous(),
-            value_up=up[:, nope:].transpose(1, 2).contiguous(),
+            heads=LatentHeads(up[:, :nope].contiguous(), up[:, nope:].transpose(1, 2).contiguous()),
             output=weights.row_parallel(f"{prefix}.o_proj", hidden_size, num_heads * shape.value_dim, bias=bias),
         )  # fmt: skip
 
     def attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
         """x `[T, H]`, phases `[T, 1, rope_dim / 2]` -> `[T, Hq * value_dim]`, the input of `output`. Writes rows into the cache."""
         rows = self.store(x, phases, plan, ops)
-        queries, nope, rank = self._queries(x), self.shape.nope_dim, self.shape.kv_lora_rank
-        wide = x.new_empty((len(x), self.spec.num_heads, self.spec.head_dim))
-        rotated = wide[..., rank:].copy_(queries[..., nope:])
-        _rotate(rotated, phases)
-        # [Hq, T, nope] x [Hq, nope, rank]
-        wide[..., :rank] = torch.bmm(queries[..., :nope].transpose(0, 1), self.key_up).transpose(0, 1)
-        found = plan.attend(self.index, wide, rows, rows[..., :rank]).view(len(x), self.spec.num_heads, rank)
-        return torch.bmm(found.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
+        queries = self._queries(x)
+        _rotate(queries[..., self.shape.nope_dim :], phases)
+        return attend_latent(plan, self.index, self.heads, queries, rows)
 
     def store(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
         """Write rows into the cache. Arguments of `attend` -> rows `[T, 1, kv_lora_rank + rope_dim]`."""

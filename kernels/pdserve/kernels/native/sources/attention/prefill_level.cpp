@@ -74,22 +74,23 @@ inline Floats power_of_two(Floats x) {
 
 // A task's part of `PrefillArguments.rooms`.
 struct Room {
-  int64_t padded;
+  // Numbers of a key and of a value, in whole vectors.
+  int64_t padded, padded_values;
   float *queries, *sums, *maxima, *totals, *factors, *scores, *keys, *values, *transposed, *line;
   int32_t* positions;
 
-  Room(float* at, int64_t head_dim) : padded(padded_head(head_dim)) {
+  Room(float* at, int64_t head_dim, int64_t value_dim) : padded(padded_head(head_dim)), padded_values(padded_head(value_dim)) {
     const auto take = [&at](int64_t size) { return (at += size) - size; };
     queries = take(padded * TASK_ROWS);
-    sums = take(padded * TASK_ROWS);
+    sums = take(padded_values * TASK_ROWS);
     maxima = take(TASK_ROWS);
     totals = take(TASK_ROWS);
     positions = reinterpret_cast<int32_t*>(take(TASK_ROWS));
     factors = take(MAX_LANES);
     scores = take(TILE_KEYS * MAX_LANES);
     keys = take(TILE_KEYS * key_stride());
-    values = take(TILE_KEYS * padded);
-    transposed = take(TILE_KEYS / 2 * padded);
+    values = take(TILE_KEYS * padded_values);
+    transposed = take(TILE_KEYS / 2 * padded_values);
     line = take(16 * padded);
   }
   // More than the numbers of a key: keys at multiples of a large power of two would share a few places of the CPU's cache.
@@ -108,12 +109,20 @@ inline void copy_numbers(const Number* from, int64_t count, float* to) {
 
 // ---- keys and values
 
+// True if values are read in the copies of their keys.
+template <class Number>
+inline bool shares_rows(const PrefillArguments& call) {
+  return !AS_PAIRS<Number> && call.value_offset == 0;
+}
+
 // Keys `start` to `start + count - 1`, zeros outside of [first, end). False for a block number outside the cache.
 template <class Number>
 OUTSIDE bool copy_tile(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t start, int64_t count, int64_t first, int64_t end,
                        const Room& room) {
-  const int64_t length = call.head_dim, page = call.block_size * length, key_stride = room.key_stride();
-  const Number* layer = static_cast<const Number*>(call.kv_cache) + (head * call.num_layers + call.layer) * 2 * page;
+  const int64_t length = call.head_dim, num_values = call.value_dim, key_stride = room.key_stride();
+  const int64_t size = call.num_planes * call.block_size * call.row_dim;
+  const bool is_shared = shares_rows<Number>(call);
+  const Number* layer = static_cast<const Number*>(call.kv_cache) + (head * call.num_layers + call.layer) * size;
   const int64_t* table = call.block_tables + chunk * call.table_stride;
   const uint16_t* before = nullptr;  // the values of the key before, the first of a pair
   for (int64_t key = 0; key < count; ++key) {
@@ -121,10 +130,10 @@ OUTSIDE bool copy_tile(const PrefillArguments& call, int64_t chunk, int64_t head
     const Number* found = nullptr;
     if (position >= first && position < end) {
       // 32 bits: a division of 64 takes four times as long
-      const uint32_t place = static_cast<uint32_t>(position), size = static_cast<uint32_t>(call.block_size);
-      const int64_t block = table[place / size];
+      const uint32_t place = static_cast<uint32_t>(position), block_size = static_cast<uint32_t>(call.block_size);
+      const int64_t block = table[place / block_size];
       if (block < 0 || block >= call.num_blocks) return false;
-      found = layer + block * call.num_kv_heads * call.num_layers * 2 * page + place % size * length;
+      found = layer + block * call.num_kv_heads * call.num_layers * size + place % block_size * call.row_dim;
     }
     float* to = room.keys + key * key_stride;
     if (found) {
@@ -132,24 +141,25 @@ OUTSIDE bool copy_tile(const PrefillArguments& call, int64_t chunk, int64_t head
     } else {
       __builtin_memset(to, 0, length * sizeof(float));
     }
+    if (is_shared) continue;
     if (!AS_PAIRS<Number>) {
-      to = room.values + key * room.padded;
-      if (found) copy_numbers(found + page, length, to);
-      const int64_t done = found ? length : 0;
-      __builtin_memset(to + done, 0, (room.padded - done) * sizeof(float));
+      to = room.values + key * room.padded_values;
+      if (found) copy_numbers(found + call.value_offset, num_values, to);
+      const int64_t done = found ? num_values : 0;
+      __builtin_memset(to + done, 0, (room.padded_values - done) * sizeof(float));
       continue;
     }
-    const uint16_t* values = found ? reinterpret_cast<const uint16_t*>(found + page) : nullptr;
+    const uint16_t* values = found ? reinterpret_cast<const uint16_t*>(found + call.value_offset) : nullptr;
     if (key % 2) {
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(room.values + key / 2 * room.padded);
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(room.values + key / 2 * room.padded_values);
       if (before && values) {
-        for (int64_t number = 0; number < length; ++number)
+        for (int64_t number = 0; number < num_values; ++number)
           pairs[number] = before[number] | static_cast<uint32_t>(values[number]) << 16;
       } else {
-        for (int64_t number = 0; number < length; ++number)
+        for (int64_t number = 0; number < num_values; ++number)
           pairs[number] = (before ? before[number] : 0u) | (values ? static_cast<uint32_t>(values[number]) << 16 : 0u);
       }
-      for (int64_t number = length; number < room.padded; ++number) pairs[number] = 0;
+      for (int64_t number = num_values; number < room.padded_values; ++number) pairs[number] = 0;
     }
     before = values;
   }
@@ -192,14 +202,14 @@ OUTSIDE void score(const Room& room, const float* queries, int64_t num_keys, int
 
 // sums[number][row] = factors[row] * sums[number][row] + values[key][number] * weights[key][row], added over keys
 template <int N, bool PAIRS>
-OUTSIDE void add_values(const Room& room, int64_t num_keys, int64_t head_dim, float* sums) {
-  for (int64_t number = 0; number < head_dim; number += STEP) {
+OUTSIDE void add_values(const Room& room, const float* values, int64_t stride, int64_t num_keys, int64_t value_dim, float* sums) {
+  for (int64_t number = 0; number < value_dim; number += STEP) {
     Floats found[STEP][N];
     float* at = sums + number * N * WIDTH;
     for (int step = 0; step < STEP; ++step)
       for (int part = 0; part < N; ++part)
         found[step][part] = load(at + (step * N + part) * WIDTH) * load(room.factors + part * WIDTH);
-    add_products<N, PAIRS>(room.values + number, 1, room.padded, PAIRS ? num_keys / 2 : num_keys, room.scores, found);
+    add_products<N, PAIRS>(values + number, 1, stride, PAIRS ? num_keys / 2 : num_keys, room.scores, found);
     for (int step = 0; step < STEP; ++step)
       for (int part = 0; part < N; ++part) store(at + (step * N + part) * WIDTH, found[step][part]);
   }
@@ -333,15 +343,31 @@ struct Task {
     }
   }
 
-  void write_rows(const Room& room, int64_t first, int64_t stop, int64_t num_lanes, const float* sums, const float* totals) const {
-    const int64_t length = call.head_dim, num_heads = call.num_kv_heads * call.group_size;
+  Number* out_of(int64_t row) const {
+    return static_cast<Number*>(call.out) + token_of(row) * call.out_stride + head_of(row) * call.value_dim;
+  }
+
+  // Writes results; with partial, which belongs to the row `first`, sums, maxima and totals.
+  void write_rows(int64_t first, int64_t stop, int64_t num_lanes, const float* sums, const float* maxima, const float* totals,
+                  float* partial) const {
+    const int64_t length = call.value_dim;
+    if (partial)
+      for (int64_t row = 0; row < stop - first; ++row) {
+        partial[row * (length + 2) + length] = maxima[row];
+        partial[row * (length + 2) + length + 1] = totals[row];
+      }
     alignas(64) uint32_t transposed[WORDS * 16];
     for (int64_t lane = 0; lane < num_lanes && first + lane < stop; lane += WORDS)
       for (int64_t number = 0; number < length; number += 16) {
         transpose(reinterpret_cast<const uint32_t*>(sums) + number * num_lanes + lane, num_lanes, transposed);
         for (int64_t row = first + lane; row < first + lane + WORDS && row < stop; ++row) {
-          Number* to = static_cast<Number*>(call.out) + (token_of(row) * num_heads + head_of(row)) * length + number;
           const float* from = reinterpret_cast<const float*>(transposed) + (row - first - lane) * 16;
+          if (partial) {
+            const int64_t count = number + 16 <= length ? 16 : length - number;
+            __builtin_memcpy(partial + (row - first) * (length + 2) + number, from, count * sizeof(float));
+            continue;
+          }
+          Number* to = out_of(row) + number;
           const float total = totals[row - first];
           if (number + 16 <= length) {
             for (int part = 0; part < 16; part += WIDTH) store(to + part, load(from + part) / total);
@@ -372,40 +398,44 @@ struct Task {
     if (start + num_keys > end_of(first) || start < last_first) hide<N>(room, positions, start, num_keys, call.window);
     weigh<N, PAIRS>(room, num_keys, maxima, totals);
 #if defined(__AMX_BF16__)
-    if (in_tiles) return add_values_in_tiles<N>(room.transposed, room.scores, room.factors, num_keys, room.padded, sums);
+    if (in_tiles) return add_values_in_tiles<N>(room.transposed, room.scores, room.factors, num_keys, room.padded_values, sums);
 #endif
-    add_values<N, PAIRS>(room, num_keys, call.head_dim, sums);
+    const bool is_shared = shares_rows<Number>(call);
+    add_values<N, PAIRS>(room, is_shared ? room.keys : room.values, is_shared ? room.key_stride() : room.padded_values, num_keys,
+                         call.value_dim, sums);
   }
 
-  bool attend(int64_t from, int64_t until, const Room& room) const {
+  // Rows from..until - 1, over the keys of [begin, stop_key) that they see. partial: null for results.
+  bool attend(int64_t from, int64_t until, int64_t begin, int64_t stop_key, const Room& room, float* partial) const {
 #if defined(__AMX_BF16__)
     Tiles tiles;
     if (in_tiles) tiles.shape(WHOLE_TILES);
 #endif
-    const int64_t end = end_of(until - 1), first_key = first_visible(call, end_of(from) - 1);
+    const int64_t last_end = end_of(until - 1), end = last_end < stop_key ? last_end : stop_key;
+    const int64_t first_key = first_visible(call, end_of(from) - 1), first_tile = first_key / TILE_KEYS * TILE_KEYS;
     const int64_t num_lanes = lanes_of(from, until);
     for (int64_t lane = 0; lane < num_lanes; ++lane) {
       room.maxima[lane] = -INFINITE;
       room.totals[lane] = 0;
     }
-    for (int64_t at = 0; at < num_lanes * room.padded; ++at) room.sums[at] = 0;
+    for (int64_t at = 0; at < num_lanes * room.padded_values; ++at) room.sums[at] = 0;
     for (int64_t row = from; row < until; row += LANES) {
       const int64_t stop = until < row + LANES ? until : row + LANES, lane = row - from;
       take_queries(room, row, stop, lanes_of(row, stop), room.queries + lane * room.padded, room.positions + lane);
     }
-    for (int64_t start = first_key / TILE_KEYS * TILE_KEYS; start < end; start += TILE_KEYS) {
+    for (int64_t start = first_tile < begin ? begin : first_tile; start < end; start += TILE_KEYS) {
       const int64_t rest = (end - start + key_step - 1) / key_step * key_step, count = rest < TILE_KEYS ? rest : TILE_KEYS;
       if (!copy_tile<Number>(call, chunk, head, start, count, first_key, end, room)) return false;
 #if defined(__AMX_BF16__)
-      if (in_tiles) transpose_values(room.values, count, room.padded, room.transposed);
+      if (in_tiles) transpose_values(room.values, count, room.padded_values, room.transposed);
 #endif
       for (int64_t row = from; row < until; row += LANES) {
-        const int64_t stop = until < row + LANES ? until : row + LANES, lane = row - from, place = lane * room.padded;
+        const int64_t stop = until < row + LANES ? until : row + LANES, lane = row - from;
+        float *queries = room.queries + lane * room.padded, *sums = room.sums + lane * room.padded_values;
         switch (lanes_of(row, stop)) {
-#define LANES_OF(n)                                                                                                          \
-  case n:                                                                                                                    \
-    add_tile<n / WIDTH>(room, start, row, stop, room.queries + place, room.positions + lane, room.maxima + lane,             \
-                        room.totals + lane, room.sums + place);                                                              \
+#define LANES_OF(n)                                                                                                            \
+  case n:                                                                                                                      \
+    add_tile<n / WIDTH>(room, start, row, stop, queries, room.positions + lane, room.maxima + lane, room.totals + lane, sums); \
     break;
           LANES_OF(16)
 #if LANES > 16
@@ -417,7 +447,8 @@ struct Task {
     }
     for (int64_t row = from; row < until; row += LANES) {
       const int64_t stop = until < row + LANES ? until : row + LANES, lane = row - from;
-      write_rows(room, row, stop, lanes_of(row, stop), room.sums + lane * room.padded, room.totals + lane);
+      write_rows(row, stop, lanes_of(row, stop), room.sums + lane * room.padded_values, room.maxima + lane, room.totals + lane,
+                 partial ? partial + lane * (call.value_dim + 2) : nullptr);
     }
     return true;
   }
@@ -426,19 +457,71 @@ struct Task {
   static int64_t lanes_of(int64_t row, int64_t stop) { return (stop - row + 15) / 16 * 16; }
 };
 
+constexpr int64_t ALL_KEYS = INT64_MAX;
+
+inline int64_t partial_size(const PrefillArguments& call) { return MAX_LANES * (call.value_dim + 2); }
+
 template <class Number>
-bool attend_part(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t part, float* room) {
-  const Task<Number> task(call, chunk, head);
-  const int64_t num_rows = task.num_tokens * call.group_size, first = part * TASK_ROWS;
-  return task.attend(first, num_rows < first + TASK_ROWS ? num_rows : first + TASK_ROWS, Room(room, call.head_dim));
+bool attend_part(const PrefillArguments& call, int64_t chunk, int64_t number, float* room) {
+  const TaskPlace at(call, chunk, number);
+  const Task<Number> task(call, chunk, at.head);
+  const int64_t num_rows = task.num_tokens * call.group_size, rows = task_rows(call), first = at.part * rows;
+  const int64_t stop = num_rows < first + rows ? num_rows : first + rows;
+  const Room its_room(room, call.head_dim, call.value_dim);
+  if (call.piece_tokens <= 0) return task.attend(first, stop, 0, ALL_KEYS, its_room, nullptr);
+  const int64_t begin = (first_visible(call, task.context) / call.piece_tokens + at.piece) * call.piece_tokens;
+  float* partial = call.partials + (call.task_starts[chunk] + number) * partial_size(call);
+  return task.attend(first, stop, begin, begin + call.piece_tokens, its_room, partial);
 }
 
-bool attend_rows(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t part, float* room) {
-  return call.dtype == FLOAT32 ? attend_part<float>(call, chunk, head, part, room)
-                               : attend_part<BFloat>(call, chunk, head, part, room);
+bool attend_rows(const PrefillArguments& call, int64_t chunk, int64_t number, float* room) {
+  return call.dtype == FLOAT32 ? attend_part<float>(call, chunk, number, room) : attend_part<BFloat>(call, chunk, number, room);
+}
+
+template <class Number>
+void join(const PrefillArguments& call, int64_t chunk, int64_t number) {
+  const TaskPlace at(call, chunk, number);
+  const Task<Number> task(call, chunk, at.head);
+  const int64_t length = call.value_dim, count = num_pieces(call, chunk), stride = partial_size(call);
+  const int64_t num_rows = task.num_tokens * call.group_size, rows = task_rows(call), first = at.part * rows;
+  for (int64_t row = first; row < first + rows && row < num_rows; ++row) {
+    float* partial = call.partials + (call.task_starts[chunk] + number) * stride + (row - first) * (length + 2);
+    float highest = -INFINITE, total = 0;
+    for (int64_t piece = 0; piece < count; ++piece) {
+      const float maximum = partial[piece * stride + length];
+      highest = maximum > highest ? maximum : highest;
+    }
+    for (int64_t piece = 0; piece < count; ++piece) {
+      float* part = partial + piece * stride;
+      part[length] = power_of_two<false>(all(part[length] - highest))[0];  // from here on the piece's weight
+      total += part[length] * part[length + 1];
+    }
+    Number* to = task.out_of(row);
+    for (int64_t from = 0; from < length; from += WIDTH) {
+      Floats sums = {};
+      for (int64_t piece = 0; piece < count; ++piece) {
+        const float* part = partial + piece * stride;
+        if (from + WIDTH <= length) {
+          sums += part[length] * load(part + from);
+        } else {
+          for (int64_t lane = 0; lane < length - from; ++lane) sums[lane] += part[length] * part[from + lane];
+        }
+      }
+      sums /= all(total);
+      if (from + WIDTH <= length) {
+        store(to + from, sums);
+      } else {
+        for (int64_t lane = 0; lane < length - from; ++lane) narrow(sums[lane], to + from + lane);
+      }
+    }
+  }
+}
+
+void join_pieces(const PrefillArguments& call, int64_t chunk, int64_t number) {
+  call.dtype == FLOAT32 ? join<float>(call, chunk, number) : join<BFloat>(call, chunk, number);
 }
 
 }  // namespace
 
 extern const PrefillLevel SYMBOL(PREFILL_, LEVEL);
-const PrefillLevel SYMBOL(PREFILL_, LEVEL) = {attend_rows};
+const PrefillLevel SYMBOL(PREFILL_, LEVEL) = {attend_rows, join_pieces};

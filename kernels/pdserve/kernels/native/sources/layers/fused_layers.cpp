@@ -191,14 +191,14 @@ void attend_chunks(Thread& thread, const FusedLayer& layer) {
   call.q_stride = layer.qkv.num_outputs;
   call.q_head_stride = call.head_dim;
   call.out = work.call->attended;
-  float* room = call.rooms + thread.number * room_size(call.head_dim);
+  call.out_stride = call.num_kv_heads * call.group_size * call.value_dim;
+  float* room = call.rooms + thread.number * room_size(call.head_dim, call.value_dim);
   const int64_t num_tasks = call.task_starts[call.num_chunks];
   thread.run(num_tasks, [&](int64_t number) {
     const int64_t task = num_tasks - 1 - number;  // the last rows of a chunk take the longest
     int64_t chunk = 0;
     while (call.task_starts[chunk + 1] <= task) ++chunk;
-    const int64_t part = task - call.task_starts[chunk];
-    if (!work.prefill->attend_rows(call, chunk, part % call.num_kv_heads, part / call.num_kv_heads, room))
+    if (!work.prefill->attend_rows(call, chunk, task - call.task_starts[chunk], room))
       __atomic_store_n(&work.is_bad, 1, __ATOMIC_RELAXED);
   });
 }
