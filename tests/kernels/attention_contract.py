@@ -331,7 +331,9 @@ class LatentAttentionContract(abc.ABC):
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize(("rank", "nope", "rope", "value"), [(48, 8, 4, 10), (33, 7, 2, 5), (9, 8, 4, 16)], ids=str)
     @pytest.mark.parametrize("decodes", [[], [1, 37, 0, 300]], ids=str)
-    @pytest.mark.parametrize("prefills", [[(0, 70)], [(60, 3), (64, 65), (0, 2), (90, 1)], [(200, 140), (3, 5)], []], ids=str)
+    @pytest.mark.parametrize(
+        "prefills", [[(0, 70)], [(60, 3), (64, 65), (0, 2), (90, 1)], [(200, 140), (3, 5)], []], ids=str
+    )
     def test_heads_in_either_form(
         self,
         dtype: torch.dtype,
@@ -347,7 +349,11 @@ class LatentAttentionContract(abc.ABC):
             num_heads=5, nope=nope, rope=rope, rank=rank, value=value, dtype=dtype, device=self.device,
             decodes=decodes or [7], prefills=prefills, block_size=16,
         )  # fmt: skip
-        real = [row for row, length in enumerate(made.case.batch.lengths.seq_lens.repeat(made.case.batch.lengths.query_lens)) if length]
+        real = [
+            row
+            for row, length in enumerate(made.case.batch.lengths.seq_lens.repeat(made.case.batch.lengths.query_lens))
+            if length
+        ]
         found = made.attend(self.make_backend(made.case.kv_cache)).cpu().double()
         tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(found[real], made.expected()[real], atol=tolerance, rtol=tolerance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention import make_attention as choice
+from pdserve.kernels.attention import torch_attention
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.native import native_library
@@ -19,7 +21,14 @@ from pdserve.kernels.native.build_library import BuildError, build, library_name
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, NativeAttentionPlan
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
 from tests.kernels.attention_contract import AttentionContract, LatentAttentionContract
-from tests.support.kernels.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
+from tests.support.kernels.attention_cases import (
+    TOLERANCES,
+    check_step,
+    make_case,
+    make_latent_case,
+    make_spec,
+    run_step,
+)
 from tests.support.run.torch_threads import num_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -120,6 +129,110 @@ def test_a_row_of_a_chunk_has_the_same_bits_wherever_the_prompt_is_cut(
             alone = replace(case, batch=batch, q=case.q[rows], k=case.k[rows], v=case.v[rows])
             with num_threads(threads):
                 assert torch.equal(run_step(backend, alone, spec), expected[cut:stop]), (level, cut, stop)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "sizes"),
+    [(16, (128, 64, 512, 128)), (5, (12, 4, 40, 9)), (128, (16, 8, 96, 16)), (3, (1, 2, 33, 3)), (1, (2, 2, 1, 1))],
+    ids=str,
+)
+def test_latent_rows_at_every_instruction_set(
+    built: NativeLibrary, num_heads: int, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Rows of one piece and of several; heads of one vector and of several tasks; chunks in either form, across tiles."""
+    nope, rope, rank, value = sizes
+    made = make_latent_case(
+        num_heads=num_heads, nope=nope, rope=rope, rank=rank, value=value, dtype=dtype, block_size=16,
+        decodes=[1, 600, 0, 256, 257], prefills=[(0, 66), (63, 2), (310, 35)],
+    )  # fmt: skip
+    expected, tolerance = made.expected(), TOLERANCES[dtype]
+    real = [0, 1, *range(3, len(expected))]
+    for level in built.levels:
+        case = replace(made, case=replace(made.case, kv_cache=made.case.kv_cache.clone()))
+        found = case.attend(NativeAttentionBackend(case.case.kv_cache, built, level))
+        torch.testing.assert_close(found.double()[real], expected[real], atol=tolerance, rtol=tolerance)
+        assert found[2].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{"window": 90}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_windows_and_caps_over_latent_rows(built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    made = make_latent_case(
+        num_heads=5, nope=8, rope=4, rank=48, value=10, dtype=dtype, block_size=4, decodes=[1, 600, 300],
+        prefills=[(0, 130), (200, 140), (310, 3)],
+    )  # fmt: skip
+    made = replace(made, spec=replace(made.spec, **options))
+    found = made.attend(NativeAttentionBackend(made.case.kv_cache, built)).double()
+    torch.testing.assert_close(found, made.expected(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_latent_decode_row_has_the_same_bits_alone_and_with_any_number_of_threads(
+    built: NativeLibrary, dtype: torch.dtype
+) -> None:
+    heads, lengths = (50, 1, 40), [900, 33, 2000, 256]
+    case = make_case(decodes=lengths, heads=heads, block_size=16, dtype=dtype, value_dim=24)
+    spec = make_spec(heads, value_dim=24)
+    for level in built.levels:
+        backend = NativeAttentionBackend(case.kv_cache, built, level)
+        with num_threads(1):
+            expected = run_step(backend, case, spec)
+        for threads in (2, 7):
+            with num_threads(threads):
+                assert torch.equal(run_step(backend, case, spec), expected)
+        for row in range(len(lengths)):
+            batch, rows = case.batch.part([row])
+            batch = replace(batch, num_decodes=1)
+            alone = replace(case, batch=batch, q=case.q[rows], k=case.k[rows], v=case.v[rows])
+            assert torch.equal(run_step(backend, alone, spec)[0], expected[row]), (level, row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_expanded_chunk_has_the_same_bits_whatever_is_next_to_it(built: NativeLibrary, dtype: torch.dtype) -> None:
+    sizes: dict[str, Any] = {"num_heads": 6, "nope": 8, "rope": 4, "rank": 48, "value": 16}
+    made = make_latent_case(
+        **sizes, dtype=dtype, block_size=16, decodes=[33, 700], prefills=[(0, 100), (70, 2), (90, 200)]
+    )
+    for threads in (1, 3):
+        with num_threads(threads):
+            whole = made.attend(NativeAttentionBackend(made.case.kv_cache, built))
+            for sequence in range(2, 5):
+                batch, rows = made.case.batch.part([sequence])
+                case = replace(made.case, batch=replace(batch, num_decodes=0), k=made.case.k[rows], v=made.case.v[rows])
+                alone = replace(made, case=case, queries=made.queries[rows])
+                # absorbed queries are torch's products, whose bits may differ with the number of rows
+                tolerance = {"atol": 1e-6, "rtol": 1e-5} if sequence == 3 else {"atol": 0, "rtol": 0}
+                found = alone.attend(NativeAttentionBackend(made.case.kv_cache, built))
+                if sequence != 3 or dtype is torch.float32:
+                    torch.testing.assert_close(found, whole[rows], **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", [(70, 140), (64, 128), (3, 200), (1, 2)], ids=str)
+def test_latent_prompts_in_chunks_and_in_one(
+    built: NativeLibrary, dtype: torch.dtype, cuts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks in either form, and keys expanded for two heads at a time."""
+    monkeypatch.setattr(torch_attention, "_EXPANDED_BYTES", 2 * 210 * 28 * dtype.itemsize)
+    made = make_latent_case(
+        num_heads=5, nope=8, rope=4, rank=48, value=16, dtype=dtype, block_size=16, decodes=[], prefills=[(0, 210)]
+    )
+    whole = made.attend(NativeAttentionBackend(made.case.kv_cache, built))
+    assert made.heads.expands(0, 210)
+    assert not made.heads.expands(200, 10)
+    for start, stop in pairwise((0, *cuts, 210)):
+        batch = made.case.batch
+        starts, lens = torch.tensor([0, stop - start]), torch.tensor([stop])
+        batch = replace(
+            batch, positions=batch.positions[start:stop], slot_mapping=batch.slot_mapping[start:stop], query_start_loc=starts,
+            query_start_loc_cpu=starts, seq_lens=lens, seq_lens_cpu=lens, max_query_len=stop - start, max_seq_len=stop,
+        )  # fmt: skip
+        case = replace(made.case, batch=batch, k=made.case.k[start:stop], v=made.case.v[start:stop])
+        part = replace(made, case=case, queries=made.queries[start:stop])
+        found = part.attend(NativeAttentionBackend(made.case.kv_cache, built))
+        torch.testing.assert_close(found, whole[start:stop], atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("number", [-1, -(2**62), 2**40, None], ids=str)

@@ -99,6 +99,17 @@ def test_layers_that_draft_are_not_read(folder: Path, oracle: Oracle, tmp_path: 
     oracle.check(PROMPTS[0], list(answer.outputs[0].token_ids))
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_each_back_end_of_a_cpu(folder: Path, oracle: Oracle, backend: str) -> None:
+    """With chunks that are expanded, chunks that are not, and decode rows in one step."""
+    prompts = [*PROMPTS, prompt_of(90, 11)]
+    with LLM(
+        str(folder), dtype="float32", attention_backend=backend, block_size=4, num_blocks=256, max_num_batched_tokens=40
+    ) as llm:
+        for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            oracle.check(prompt, list(answer.outputs[0].token_ids))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -111,11 +122,6 @@ def test_layers_that_draft_are_not_read(folder: Path, oracle: Oracle, tmp_path: 
             {"kv_cache_dtype": "int8"},
             ConfigError,
             "kv_cache_dtype int8 rounds keys and values, and Deepseek",
-        ),
-        (
-            {"attention_backend": "native"},
-            ConfigError,
-            "attention_backend is 'native', but it reads keys and",
         ),
     ],
 )

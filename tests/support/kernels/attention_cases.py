@@ -175,7 +175,15 @@ class LatentCase:
 
 
 def make_latent_case(
-    *, num_heads: int, nope: int, rope: int, rank: int, value: int, dtype: torch.dtype, device: str = "cpu", **fields: Any
+    *,
+    num_heads: int,
+    nope: int,
+    rope: int,
+    rank: int,
+    value: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    **fields: Any,
 ) -> LatentCase:
     """fields: of `make_case`."""
     shape = (num_heads, 1, rank + rope)

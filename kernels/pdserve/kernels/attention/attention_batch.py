@@ -135,7 +135,9 @@ class AttentionBatch:
         """
         starts = self.query_start_loc_cpu.tolist()
         chosen = torch.tensor(sequences, dtype=torch.int64)
-        rows = torch.tensor([row for index in sequences for row in range(starts[index], starts[index + 1])], dtype=torch.int64)
+        rows = torch.tensor(
+            [row for index in sequences for row in range(starts[index], starts[index + 1])], dtype=torch.int64
+        )
         query_lens, seq_lens = self.query_start_loc_cpu.diff()[chosen], self.seq_lens_cpu[chosen]
         query_start_loc_cpu = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         device = self.slot_mapping.device

@@ -3,11 +3,11 @@
     row   = [c, k_rope]           c: rank numbers; k_rope: rope numbers, the same for all heads
     key_h = [W_UK_h c, k_rope]    value_h = W_UV_h c
 
-absorbed  Scores and outputs need no keys and values: `q_h . key_h = [W_UK_h^T q_nope_h, q_rope_h] . row`, and the sum of weighted values
-          is W_UV_h times the sum of weighted c. Attention is that of many heads over one head, whose values are the beginning of its
-          keys: `2 rank + rope` multiplications per query, head and row.
-expanded  Rows become keys and values of each head: `nope + rope + value` multiplications, and `rank (nope + value)` per head and row for
-          the expansion, which all queries of a chunk share.
+absorbed  Scores and outputs need no keys and values: `q_h . key_h = [W_UK_h^T q_nope_h, q_rope_h] . row`, and the sum of weighted
+          values is W_UV_h times the sum of weighted c. Attention is that of many heads over one head, whose values are the
+          beginning of its keys: `2 rank + rope` multiplications per query, head and row.
+expanded  Rows become keys and values of each head: `nope + rope + value` multiplications per query, head and row, and
+          `rank (nope + value)` per head and row for the expansion, which all queries of a chunk share.
 
 Source: DeepSeek-V2 (Liu et al. 2024), section 2.1.2 and appendix C.
 """
@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
+
+_EXPANSION_COST = 1.15
+"""Time of a multiplication of the expansion over that of one of attention: between 1.0 (bfloat16) and 1.25 (float32) in C++ with
+AVX-512, where the forms take the same time (`benchmarks/latent_attention.py --part forms`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +62,34 @@ class LatentHeads:
 
     def results(self, found: Tensor) -> Tensor:
         """Outputs of the absorbed form, `[T, Hq * rank]` -> `[T, Hq, value]`."""
-        return torch.bmm(found.view(len(found), self.num_heads, self.rank).transpose(0, 1), self.value_up).transpose(0, 1)
+        return torch.bmm(found.view(len(found), self.num_heads, self.rank).transpose(0, 1), self.value_up).transpose(
+            0, 1
+        )
 
     def expand(self, rows: Tensor, first: int, out: Tensor) -> None:
         """Write keys and values of the heads from `first` on: rows `[S, rank + rope]`, out `[h, S, nope + rope + value]`."""
-        heads, rank, nope = slice(first, first + len(out)), self.rank, self.nope_dim
-        values = out.shape[2] - self.value_dim
-        compressed = rows[:, :rank].expand(len(out), -1, -1)
-        out[..., :nope] = torch.bmm(compressed, self.key_up[heads].transpose(1, 2))
-        out[..., nope:values] = rows[:, rank:]
-        out[..., values:] = torch.bmm(compressed, self.value_up[heads])
+        nope, values, compressed = self.nope_dim, out.shape[2] - self.value_dim, rows[:, : self.rank]
+        out[..., nope:values] = rows[:, self.rank :]
+        # one product after the other: batched, torch takes up to twice as long for thousands of rows in bfloat16
+        for head, both in enumerate(out.unbind(), first):
+            torch.mm(compressed, self.key_up[head].t(), out=both[:, :nope])
+            torch.mm(compressed, self.value_up[head], out=both[:, values:])
 
     def expands(self, context: int, num_tokens: int) -> bool:
-        """True if a chunk of so many tokens, after a context, takes fewer multiplications in the expanded form.
+        """True if a chunk of so many tokens, after a context, takes less time in the expanded form, by counts of multiplications.
 
-        Both forms multiply `nope + value` matrices with as many rows as the chunk has tokens; expanded, also with those of the context.
+        Per head both forms multiply each of the chunk's tokens with both matrices; expanded, also each of the context.
         """
         both = self.nope_dim + self.value_dim
         pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
-        return pairs * (2 * self.rank - both) > context * self.rank * both
+        return pairs * (2 * self.rank - both) > _EXPANSION_COST * context * self.rank * both
 
 
 def attend_latent(plan: AttentionPlan, layer: int, heads: LatentHeads, queries: Tensor, rows: Tensor) -> Tensor:
     """Attention of all T query tokens over latent rows, which `plan.store` has written, in the form that the plan has.
 
-    queries `[T, Hq, nope + rope]`, rotated; rows `[T, 1, rank + rope]`: the arguments of `store` -> `[T, Hq * value]`. A plan with a
-    method of this name chooses the form of each chunk; others compute all tokens in the absorbed form.
+    queries `[T, Hq, nope + rope]`, rotated; rows `[T, 1, rank + rope]`: the keys given to `store` -> `[T, Hq * value]`. A plan
+    with a method of this name chooses the form of each chunk; others compute all tokens in the absorbed form.
     """
     if (attend := getattr(plan, "attend_latent", None)) is not None:
         found: Tensor = attend(layer, heads, queries, rows)

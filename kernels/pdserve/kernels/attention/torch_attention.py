@@ -174,7 +174,9 @@ class TorchAttentionPlan:
             chunk.context_len >= 0 and heads.expands(chunk.context_len, chunk.num_tokens) for chunk in chunks
         ]
         expanded = [
-            plan_prefill(chunk, self._pages, self._spec) for chunk, chosen in zip(chunks, is_expanded, strict=True) if chosen
+            plan_prefill(chunk, self._pages, self._spec)
+            for chunk, chosen in zip(chunks, is_expanded, strict=True)
+            if chosen
         ]
         others = [self._num_decodes + index for index, chosen in enumerate(is_expanded) if not chosen]
         if not expanded or not self._num_decodes + len(others):

@@ -1,7 +1,7 @@
 """Multi-head latent attention: the cache has one row per token and layer, from which all heads make their keys and values.
 
-A row is `[c, k_rope]`. c: kv_lora_rank numbers, normed; k_rope: rotated, the same for all heads. `LatentHeads` says what heads make of
-it. Source: DeepSeek-V2 (Liu et al. 2024), section 2.1.2 and appendix C.
+A row is `[c, k_rope]`. c: kv_lora_rank numbers, normed; k_rope: rotated, the same for all heads. `LatentHeads` attends over rows.
+Source: DeepSeek-V2 (Liu et al. 2024), section 2.1.2 and appendix C.
 """
 
 from __future__ import annotations
@@ -114,11 +114,10 @@ class LatentAttention:
         """Write rows into the cache. Arguments of `attend` -> rows `[T, 1, kv_lora_rank + rope_dim]`."""
         rank = self.shape.kv_lora_rank
         rows = self.row(x).unsqueeze(1)
-        made = torch.empty_like(rows)
-        made[..., :rank] = self.row_norm(rows[..., :rank])
-        _rotate(made[..., rank:].copy_(rows[..., rank:]), phases)
-        plan.store(self.index, made, made[..., :rank])
-        return made
+        rows[..., :rank] = self.row_norm(rows[..., :rank])
+        _rotate(rows[..., rank:], phases)
+        plan.store(self.index, rows, rows[..., :rank])
+        return rows
 
     def _queries(self, x: Tensor) -> Tensor:
         """`[T, Hq, nope_dim + rope_dim]`"""
@@ -136,6 +135,10 @@ def _norm(weights: WeightLoader, name: str, size: int, factor: float) -> RmsNorm
 
 def _rotate(x: Tensor, phases: Tensor) -> None:
     """`rotate_heads` of a view, whose memory may begin at any number."""
+    if x.dtype is not torch.float32 or not any(number % 2 for number in (x.storage_offset(), *x.stride()[:-1])):
+        rotate_heads(x, phases)
+        return
+    # complex numbers must not begin in the middle of a pair
     whole = x.clone(memory_format=torch.contiguous_format)
     rotate_heads(whole, phases)
     x.copy_(whole)
