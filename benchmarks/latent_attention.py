@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 from conditions import print_conditions
 from torch import Tensor
 
-from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.latent_heads import LatentHeads, attend_latent
@@ -37,6 +38,7 @@ from pdserve.kernels.native.native_library import load_library
 
 NUM_HEADS, NOPE, ROPE, RANK, VALUE, BLOCK_SIZE = 16, 128, 64, 512, 128, 16
 STEPS = 16
+SIDES = ["torch", "transformers"]
 DTYPES = (torch.bfloat16, torch.float32)
 CHUNKS = ((0, 512), (512, 8), (512, 128), (512, 192), (512, 512), (3584, 128), (3584, 192), (3584, 256), (3584, 512))
 """Tokens in the cache before the chunk, tokens of the chunk."""
@@ -76,7 +78,8 @@ def make_pdserve(folder: Path, name: str, dtype: torch.dtype, prompts: list[list
 
     tokens = sum(map(len, prompts)) + len(prompts) * (STEPS + 2 * BLOCK_SIZE)
     llm = LLM(
-        str(folder), dtype=str(dtype).removeprefix("torch."), attention_backend=name, num_threads=1, engine_process=False,
+        str(folder), dtype="float32" if dtype is torch.float32 else "bfloat16", attention_backend=name,
+        num_threads=1, engine_process=False,
         max_model_len=len(prompts[0]) + STEPS + 2, num_blocks=tokens // BLOCK_SIZE + 8,
     )  # fmt: skip
 
@@ -111,15 +114,16 @@ def make_transformers(folder: Path, dtype: torch.dtype, prompts: list[list[int]]
     return generate
 
 
-def measure_decode(dtype: torch.dtype, batch: int, context: int, rounds: int) -> None:
+def measure_decode(dtype: torch.dtype, batch: int, context: int, rounds: int, names: list[str]) -> None:
     prompts = [[10 + (row * 31 + place * (row % 7 + 1)) % 8000 for place in range(context)] for row in range(batch)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
         write_model(folder, dtype)
-        sides = {
-            "native": make_pdserve(folder, "native", dtype, prompts),
-            "torch": make_pdserve(folder, "torch", dtype, prompts),
-            "transformers": make_transformers(folder, dtype, prompts),
+        sides: dict[str, Generate] = {
+            name: make_transformers(folder, dtype, prompts)
+            if name == "transformers"
+            else make_pdserve(folder, name, dtype, prompts)
+            for name in ("native", *names)
         }
         texts = [sides[side](STEPS) for side in sides]
         same = [sum(a == b for a, b in zip(texts[0], other, strict=True)) for other in texts[1:]]
@@ -152,6 +156,12 @@ class Forced(LatentHeads):
         return Forced.form
 
 
+def attend_in(form: bool, plan: AttentionPlan, heads: LatentHeads, queries: Tensor, rows: Tensor) -> Tensor:
+    """form: True for the expanded one."""
+    Forced.form = form
+    return attend_latent(plan, 0, heads, queries, rows)
+
+
 def measure_forms(dtype: torch.dtype, context: int, num_tokens: int, rounds: int) -> None:
     end = context + num_tokens
     cache = torch.full((end // BLOCK_SIZE + 1, 1, 1, 1, BLOCK_SIZE, RANK + ROPE), 0.01, dtype=dtype)
@@ -163,7 +173,8 @@ def measure_forms(dtype: torch.dtype, context: int, num_tokens: int, rounds: int
     heads = Forced(
         torch.randn(NUM_HEADS, NOPE, RANK).to(dtype) * 0.05, torch.randn(NUM_HEADS, RANK, VALUE).to(dtype) * 0.05
     )
-    queries, rows = torch.randn(num_tokens, NUM_HEADS, NOPE + ROPE).to(dtype), torch.randn(num_tokens, 1, RANK + ROPE)
+    queries = torch.randn(num_tokens, NUM_HEADS, NOPE + ROPE).to(dtype)
+    rows = torch.randn(num_tokens, 1, RANK + ROPE).to(dtype)
     backends: dict[str, AttentionBackend] = {
         "native": NativeAttentionBackend(cache, load_library()),
         "torch": TorchAttentionBackend(cache),
@@ -172,13 +183,8 @@ def measure_forms(dtype: torch.dtype, context: int, num_tokens: int, rounds: int
     for name, backend in backends.items():
         for form in (True, False):
             plan = backend.plan(batch, spec)
-            plan.store(0, rows.to(dtype), rows[..., :RANK].to(dtype))
-
-            def run(plan=plan, form=form) -> Tensor:  # type: ignore[no-untyped-def]
-                Forced.form = form
-                return attend_latent(plan, 0, heads, queries, rows.to(dtype))
-
-            runs[name, form] = run
+            plan.store(0, rows, rows[..., :RANK])
+            runs[name, form] = partial(attend_in, form, plan, heads, queries, rows)
     lowest = dict.fromkeys(runs, float("inf"))
     for number in range(rounds + 1):
         for key, run in runs.items():
@@ -202,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096])
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES, help="of decode, next to native")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print_conditions()
@@ -209,7 +216,7 @@ def main() -> None:
         if options.part != "forms":
             for context in options.contexts:
                 for batch in options.batches:
-                    measure_decode(dtype, batch, context, options.rounds)
+                    measure_decode(dtype, batch, context, options.rounds, options.sides)
         if options.part != "decode":
             with torch.inference_mode():
                 for context, num_tokens in CHUNKS:

@@ -21,8 +21,8 @@ class AttentionPlan(Protocol):
     """One step's batch laid over the cache, for all layers of one spec. Valid until the next step's `plan`.
 
     A kernel that writes keys and values itself (`LayerOps.rotate_and_store`) reads `kv_cache` and `slot_mapping` instead of calling
-    `store`. A plan over latent rows may also have the method `attend_latent`, which `latent_heads.attend_latent` then calls instead of
-    `attend`.
+    `store`. A plan over latent rows may also have the method `attend_latent`: `latent_heads.attend_latent` then calls it instead
+    of `attend`.
     """
 
     @property
