@@ -68,8 +68,8 @@ _IDS = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VOCAB_SIZE + 3, "vis
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 ALL_FAMILIES = (*FAMILIES, "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 _DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
-    "num_hidden_layers": 4, "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16,
+    "num_hidden_layers": 3, "head_dim": 32, "layer_types": ["full_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 
 
@@ -99,6 +99,12 @@ def make_image_checkpoint(
                 weight.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 weight.normal_(std=0.5)
+            elif name.endswith("A_log"):
+                # with transformers' first values a state forgets each token at once
+                weight.uniform_(-4.0, -1.0)
+        if not tie_word_embeddings:
+            # an answer with the token of an image is no prompt
+            model.get_output_embeddings().weight[IMAGE_TOKEN_ID].zero_()
     model.save_pretrained(folder, max_shard_size=shape.max_shard_size)
     tokenizer = Tokenizer.from_str(tiny_tokenizer())
     tokenizer.add_special_tokens(IMAGE_TOKENS)
@@ -125,7 +131,7 @@ def _model(family: str, is_tied: bool, shape: ImageShape) -> PreTrainedModel:
         if family == "qwen3_5":
             return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, **given)).eval()
         text |= {"num_experts": 5, "num_experts_per_tok": 2}
-        text |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+        text |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "initializer_range": 0.2}
         mixture = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, **given)).eval()
         mixture.set_experts_implementation("eager")
         return mixture
