@@ -7,7 +7,7 @@ parts, preemption because everything is too small, in odd seeds steps that are l
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
 Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
-KV cache groups.
+KV cache groups, with windows or a state per sequence; these have neither drafts nor tiers.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -26,7 +26,7 @@ from tests.support.engine.drafters import speculation, text_or_greedy_drafter, u
 from tests.support.engine.engine_harness import Answer, Harness, MakeEngine, specs_of
 from tests.support.engine.engine_invariants import CacheContents, StepInvariants
 from tests.support.engine.engine_pair import Pair
-from tests.support.engine.hash_model import Window, greedy_answer, sampled_answer
+from tests.support.engine.hash_model import STATE, Window, greedy_answer, sampled_answer, windows_of
 from tests.support.engine.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
@@ -68,6 +68,7 @@ class Life:
     def __init__(self, make_engine: MakeEngine, seed: int, window: Window = None) -> None:
         self.window = window
         self.has_groups = isinstance(window, tuple)
+        has_state = STATE in windows_of(window)
         self.draw = draw = random.Random(seed)
         common = {
             "max_model_len": 64,
@@ -77,12 +78,12 @@ class Life:
             "look_ahead": draw.choice([0, 1, 8]),
             "async_scheduling": seed % 2 == 1,
         }
-        if seed % 3 == 0:
+        if seed % 3 == 0 and not has_state:
             common["speculative_config"] = speculation(1 + seed % 5, disable_by_batch_size=(1, 3, 16)[seed % 4 % 3])
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
-        self.has_tiers = seed % 4 > 0
+        self.has_tiers = seed % 4 > 0 and not has_state
         self.tier_draw = random.Random(seed)
         self.num_loads = 0
         self.num_form_drafts = 0
@@ -133,7 +134,7 @@ class Life:
         if isinstance(self.window, tuple):
             step_tokens = fields["long_prefill_token_threshold"] or budget
             specs = specs_of(self.window)
-            longest = max_sequence_blocks(specs, fields["max_model_len"], 4, step_tokens)
+            [longest] = max_sequence_blocks(specs, fields["max_model_len"], 4, step_tokens)
             fields["num_blocks"] = max(longest, len(specs) * fields["num_blocks"] // 2)
         engine = make_engine(**fields, grammars=grammars, window=self.window)
         if engine.config.speculative_config is not None:
@@ -382,6 +383,27 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
         life = live(
             make_engine, seed, 12, window=((None, 5), (None, 3, 3), (9, 4), (None, 13, 4), (None, None, 7))[seed % 5]
         )
+        for engine in (life.p, life.d):
+            num_preemptions += engine.scheduler.num_preemptions
+            num_null += engine.scheduler.kv.num_freed_behind_window
+        harnesses.clear()
+    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
+    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(7000, 7010),
+        *(pytest.param(range(first, first + 60), marks=pytest.mark.slow) for first in range(8000, 8180, 60)),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
+def test_i2_i3_i4_i6_i13_i14_lives_with_states(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
+    num_preemptions = num_null = 0
+    for seed in seeds:
+        life = live(make_engine, seed, 12, window=((None, STATE), (None, 5, STATE), (9, STATE))[seed % 3])
         for engine in (life.p, life.d):
             num_preemptions += engine.scheduler.num_preemptions
             num_null += engine.scheduler.kv.num_freed_behind_window

@@ -61,6 +61,16 @@ async def test_i1_texts_over_each_connector(model: Model, connector: str) -> Non
             await check_at_rest(worker)
 
 
+async def test_i1_texts_without_a_prefix_cache(model: Model) -> None:
+    """A state at the end of a block is nobody else's, so the first token after it moves it along."""
+    async with running_pair(model.folder, enable_prefix_caching=False, **FIELDS) as pair:
+        for length in (15, 16, 17, 32, 33):
+            answer = await ask(pair, prompt_of(length))
+            model.oracle.check(prompt_of(length), answer.token_ids)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
 async def test_i1_ranks_move_their_parts_of_every_shape(

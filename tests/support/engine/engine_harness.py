@@ -32,9 +32,17 @@ from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, pools_of
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, StateSpec, pools_of
 from pdserve.models.weights.weight_loader import Quantization
-from tests.support.engine.hash_model import VOCAB_SIZE, HashAttention, HashModel, Window, make_hash_cache, windows_of
+from tests.support.engine.hash_model import (
+    STATE,
+    VOCAB_SIZE,
+    HashModel,
+    Window,
+    make_backends,
+    make_hash_cache,
+    windows_of,
+)
 from tests.support.engine.held_loads import HeldLoads
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
@@ -43,7 +51,13 @@ KEY = DeploymentKey(b"a key for tests, 16 or more")
 def specs_of(sliding_window: Window) -> tuple[KVCacheSpec, ...]:
     """One per KV cache group."""
     windows = windows_of(sliding_window)
-    return tuple(FullAttentionSpec() if window is None else SlidingWindowSpec(window) for window in windows)
+    return tuple(_spec_of(window) for window in windows)
+
+
+def _spec_of(window: int | None) -> KVCacheSpec:
+    if window == STATE:
+        return StateSpec()
+    return FullAttentionSpec() if window is None else SlidingWindowSpec(window)
 
 
 class Outbox:
@@ -131,8 +145,7 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        num_groups = len(config.kv_cache_specs)
-        attention = [HashAttention(kv_cache) for _ in range(num_groups)] if isinstance(model, HashModel) else None
+        attention = make_backends(kv_cache, model.window) if isinstance(model, HashModel) else None
         host_caches = make_host_caches([kv_cache], config.num_host_blocks) if config.num_host_blocks else None
         self.host_cache = None if host_caches is None else host_caches[0]
         """Slots of the host-memory tier."""
@@ -307,7 +320,7 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
         fields.setdefault("max_model_len", min(256, longest))
         config = EngineConfig(**fields, kv_cache_specs=specs)
         cache = make_hash_cache(config.num_blocks, config.block_size)
-        model = model or HashModel(window or sliding_window)
+        model = model or HashModel(window or sliding_window, config.block_size)
         harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
         harnesses.append(harness)
         return harness

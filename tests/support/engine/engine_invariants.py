@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from pdserve.engine.kv_cache.block_pool import with_group_id
 from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.models.kv_cache import StateSpec
 from tests.support.engine.engine_harness import Harness
-from tests.support.engine.hash_model import stored_block
+from tests.support.engine.hash_model import state_block, stored_block
 
 
 class CacheContents:
@@ -17,15 +18,18 @@ class CacheContents:
         self._hasher = engine.hasher
         self._root = engine.root
         self._expected: dict[bytes, list[int]] = {}
-        self._num_groups = len(engine.config.kv_cache_specs)
+        self._specs = engine.config.kv_cache_specs
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """A prompt with its whole answer."""
         size = self._hasher.block_size
         for place, block_hash in enumerate(self._hasher.extend(self._root, list(token_ids))):
             first = place * size
-            for group in range(self._num_groups):
-                content = stored_block(token_ids[first : first + size], first, group)
+            for group, spec in enumerate(self._specs):
+                if isinstance(spec, StateSpec):
+                    content = state_block(token_ids[: first + size], size, group)
+                else:
+                    content = stored_block(token_ids[first : first + size], first, group)
                 self._expected[with_group_id(block_hash, group)] = content
 
     def check(self, engine: Harness) -> None:

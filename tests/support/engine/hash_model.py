@@ -17,7 +17,9 @@ from torch import Tensor
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.layer_plans import attention_plan
+from pdserve.kernels.layer_plans import LayerBackend, LayerSpec, attention_plan
+from pdserve.kernels.state.state_backend import StateBackend, StatePlan
+from pdserve.kernels.state.state_spec import StateSpec
 from pdserve.models.model_inputs import ModelInputs
 
 VOCAB_SIZE = 64
@@ -26,6 +28,8 @@ _MAX_TOKENS = 4096
 _OF_GROUP = 1 << 24
 """Difference between what one KV cache group and the next hold of a token."""
 _UNWRITTEN = -7
+STATE = 0
+"""In place of a window: the group keeps a state per sequence."""
 Window = int | None | tuple[int | None, ...]
 """Tokens that a query sees, None for all; one for each KV cache group, if there are several."""
 
@@ -56,6 +60,21 @@ def stored_block(token_ids: Sequence[int], first: int, group: int = 0) -> list[i
     return [group * _OF_GROUP + (first + place) * 1024 + token_id for place, token_id in enumerate(token_ids)]
 
 
+def state_block(token_ids: Sequence[int], block_size: int, group: int) -> list[int]:
+    """The content of a state's block after these tokens."""
+    values = _stored(np.asarray(token_ids, dtype=np.int64), np.arange(len(token_ids)), group)
+    return [_rolled(0, values)[-1], len(token_ids), *[0] * (block_size - 2)]
+
+
+def _rolled(state: int, values: NDArray[np.int64]) -> list[int]:
+    """The state after each value."""
+    found = []
+    for value in values.tolist():
+        state = (state * 48271 + value) % _PRIME
+        found.append(state)
+    return found
+
+
 def _hashes(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """`[n]`: of each beginning of the values."""
     hashes: NDArray[np.int64] = (values * _WEIGHTS[: len(values)] % _PRIME).cumsum() % _PRIME
@@ -82,6 +101,10 @@ def next_logits(token_ids: Sequence[int], window: Window = None) -> NDArray[np.f
     ids = np.asarray(token_ids, dtype=np.int64)
     found = np.zeros(1, np.int64)
     for group, of_group in enumerate(windows_of(window)):
+        if of_group == STATE:
+            [state, *_] = state_block(token_ids, 2, group)
+            found = _joined(found, np.array([state]), group)
+            continue
         first = 0 if of_group is None else max(0, len(ids) - of_group)
         found = _joined(found, _hashes(_stored(ids[first:], np.arange(first, len(ids)), group))[-1:], group)
     logits: NDArray[np.float32] = _logits(found)[0]
@@ -193,20 +216,37 @@ class HashPlan:
         return torch.from_numpy(found).unsqueeze(-1)
 
 
+def make_backends(kv_cache: Tensor, window: Window) -> list[LayerBackend]:
+    """One per KV cache group."""
+    num_blocks, block_size = kv_cache.shape
+    states = kv_cache.view(num_blocks, 1, 1, 1, 1, block_size)
+    return [
+        StateBackend(states, block_size) if of_group == STATE else HashAttention(kv_cache)
+        for of_group in windows_of(window)
+    ]
+
+
+_SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
+
+
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
     hidden_size = 1
     classifier = None
     dtype = torch.int64
-    attention_specs: Sequence[Sequence[AttentionSpec]] = (
-        (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),),
-    )
+    attention_specs: Sequence[Sequence[LayerSpec]] = ((_SPEC,),)
 
-    def __init__(self, window: Window = None) -> None:
-        [[spec]] = HashModel.attention_specs
+    def __init__(self, window: Window = None, block_size: int = 4) -> None:
+        """block_size: of states."""
+        self.window = window
         self.attention_specs = tuple(
-            (replace(spec, window=of_group, kv_cache_group=group),) for group, of_group in enumerate(windows_of(window))
+            (
+                StateSpec(num_heads=1, head_size=block_size, kv_cache_group=group)
+                if of_group == STATE
+                else replace(_SPEC, window=of_group, kv_cache_group=group),
+            )
+            for group, of_group in enumerate(windows_of(window))
         )
         self.num_tokens = 0
         self.batches: list[tuple[int, int]] = []
@@ -224,12 +264,32 @@ class HashModel:
         self.batches.append((inputs.batch.num_decodes, total - inputs.batch.num_decodes))
         found = np.zeros((total, 1), np.int64)
         for group, [spec] in enumerate(self.attention_specs):
-            plan = attention_plan(inputs.plans[spec])
             values = _stored(inputs.token_ids.numpy(), inputs.positions.numpy(), group)
+            if isinstance(plan := inputs.plans[spec], StatePlan):
+                found = _joined(found, self._states(plan, values, inputs.positions.numpy()), group)
+                continue
+            plan = attention_plan(plan)
             stored = torch.from_numpy(values).view(-1, 1, 1)
             plan.store(0, stored, stored)
             found = _joined(found, plan.attend(0, stored, stored, stored).numpy(), group)
         return inputs.read_rows(torch.from_numpy(found))
+
+    @staticmethod
+    def _states(plan: StatePlan, values: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`[T, 1]`: the state after each token."""
+        before = plan.read(0)
+        after = torch.zeros_like(before)
+        found = np.full((len(values), 1), -1, np.int64)
+        rows = [(row, row + 1) for row in range(plan.num_decodes)] + plan.chunks
+        for place, (start, stop) in enumerate(rows):
+            if start == stop:
+                continue
+            state, num_tokens = before[place, 0, :2].tolist()
+            assert num_tokens == positions[start], f"a state of {num_tokens} tokens before token {positions[start]}"
+            found[start:stop, 0] = _rolled(state, values[start:stop])
+            after[place, 0, 0], after[place, 0, 1] = int(found[stop - 1, 0]), num_tokens + stop - start
+        plan.write(0, after)
+        return found
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         raise AssertionError("a prompt of this model is never embeddings")

@@ -364,8 +364,7 @@ class KVCacheManager:
 
     def block_rows(self, request: Request) -> list[list[int]]:
         """Per group, the rows of a sequence's block table."""
-        tables = (manager.tables.get(request.request_id, ()) for manager in self.coordinator.managers)
-        return [[block.row for block in table] for table in tables]
+        return [manager.rows(request) for manager in self.coordinator.managers]
 
     def has_blocks(self, request: Request) -> bool:
         """True if the sequence has block tables."""

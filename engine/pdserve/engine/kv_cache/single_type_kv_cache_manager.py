@@ -105,6 +105,10 @@ class SingleTypeKVCacheManager:
         table.extend(new)
         return [block.row for block in new]
 
+    def rows(self, request: Request) -> list[int]:
+        """Rows of the sequence's blocks, as a step reads them."""
+        return [block.row for block in self.tables.get(request.request_id, ())]
+
     def free_skipped(self, request: Request, num_remembered: int) -> int:
         """Release blocks that nothing needs any more, if they are in the cache; returns their number.
 
@@ -261,6 +265,15 @@ class StateManager(SlidingWindowManager):
             [block] = self.pool.allocate(1, self.shape)
         table += [*[NULL_BLOCK] * (num_more - 1), block]
         return [each.row for each in table[-num_more:]]
+
+    def rows(self, request: Request) -> list[int]:
+        """A block that was moved along has the state of the place that it left, until the next step writes it."""
+        rows, table = super().rows(request), self.tables.get(request.request_id, [])
+        for place in range(len(table) - 2, -1, -1):
+            if table[place] is not NULL_BLOCK:
+                break
+            rows[place] = rows[-1]
+        return rows
 
     @staticmethod
     def _is_own(table: Sequence[KVCacheBlock]) -> bool:
