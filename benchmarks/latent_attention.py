@@ -3,7 +3,7 @@
 --part decode  A model with DeepSeek-V2-Lite's attention (16 heads, rows of 512 + 64 numbers), 8 layers, a hidden size of 512 and
                dense MLPs, drawn at random: `LLM` with `attention_backend` native and torch, and `generate` of `transformers`, which
                caches rows and expands all of them in each step, over the same weights. Prompts are in each side's cache. us of CPU
-               time per step of the batch: what 1 + STEPS tokens take, less what one takes; median, lowest and highest of the rounds.
+               time per step of the batch: what 1 + STEPS tokens take, less what one takes; median, lowest and highest of rounds.
 --part forms   One layer's attention of a chunk after a context: expanded, absorbed, and the ratio that the numbers of
                multiplications give. ms of CPU time, the lowest of all rounds.
 
