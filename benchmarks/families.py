@@ -46,6 +46,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": 32768, "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 4,
         "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "query_pre_attn_scalar": 256,
     },
+    "lfm2": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 14, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv"] * 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_text": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": False,
+    },
+    "granitemoehybrid": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "num_local_experts": 0, "shared_intermediate_size": 2048, "mamba_n_heads": 24,
+        "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "tie_word_embeddings": False,
+        "layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 2,
+    },
 }  # fmt: skip
 """`model_type` -> fields of config.json beside `_COMMON`."""
 EXPERTS_IN_TORCH = "native, experts in torch"
@@ -75,7 +91,7 @@ def make_pdserve(folder: str, model_impl: Literal["native", "transformers"]) -> 
 
     llm = LLM(
         folder, load_format="dummy", model_impl=model_impl, num_threads=1, engine_process=False, max_model_len=1024,
-        enable_prefix_caching=False,
+        kv_cache_mib=1024, enable_prefix_caching=False,
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], num_tokens: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.models.kv_cache import SlidingWindowSpec
+from pdserve.models.kv_cache import STATE_WINDOW, KVCacheSpec, SlidingWindowSpec, StateSpec
 from tests.support.engine.engine_harness import Harness
 from tests.support.engine.engine_pair import Pair
 from tests.support.inputs.random_prompts import prompt_of
@@ -29,8 +29,14 @@ def test_i1_a_family_through_p_and_d_equals_transformers(
     pair.run()
     for request_id, prompt in prompts.items():
         oracle.check(prompt, pair.answer(request_id).token_ids)
-    [spec] = pair.d.config.kv_cache_specs
-    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 1000
+    windows = [_window(spec) for spec in pair.d.config.kv_cache_specs]
     assert {name: len(pair.transfers[name].landed) for name in prompts} == {
-        name: -(-len(prompt) // 16) - max(0, len(prompt) - window + 1) // 16 for name, prompt in prompts.items()
+        name: sum(-(-len(prompt) // 16) - max(0, len(prompt) - window + 1) // 16 for window in windows)
+        for name, prompt in prompts.items()
     }
+
+
+def _window(spec: KVCacheSpec) -> int:
+    if isinstance(spec, StateSpec):
+        return STATE_WINDOW
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 1000

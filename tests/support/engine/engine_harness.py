@@ -146,7 +146,7 @@ class Harness:
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
         attention = make_backends(kv_cache, model.window) if isinstance(model, HashModel) else None
-        host_caches = make_host_caches([kv_cache], config.num_host_blocks) if config.num_host_blocks else None
+        host_caches = make_host_caches([self.kv_cache], config.num_host_blocks) if config.num_host_blocks else None
         self.host_cache = None if host_caches is None else host_caches[0]
         """Slots of the host-memory tier."""
         self.core = make_engine_core(

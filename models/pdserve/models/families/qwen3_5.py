@@ -47,6 +47,8 @@ class Qwen35(DeltaNets):
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
         rope = super().read_rope(without_mrope(config), head_dim, max_positions)
+        if not cls.has_images:
+            return rope
         pairs = (head_dim - rope.unrotated_dim) // 2
         return replace(rope, mrope=read_mrope(config, pairs, (11, 11, 10), is_interleaved=True))
 
