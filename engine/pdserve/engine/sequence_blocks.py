@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import gt
 
-from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec, StateSpec
+
+BlockCounts = tuple[int, ...]
+"""Numbers of blocks, by shape."""
 
 
 def num_window_blocks(window: int, block_size: int, step_tokens: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.engine.kv_cache.host_tier import HostTier
+from pdserve.engine.sequence_blocks import BlockCounts
 
 
 class PoolCorrupt(RuntimeError):
@@ -28,10 +29,6 @@ class PoolCorrupt(RuntimeError):
 def with_group_id(block_hash: bytes, group_id: int) -> bytes:
     """The name of a block in the pool: the hash of its tokens, and the KV cache group whose layers it has. In group 0 the hash."""
     return block_hash if group_id == 0 else block_hash + group_id.to_bytes(1)
-
-
-BlockCounts = tuple[int, ...]
-"""Numbers of blocks, by shape."""
 
 
 def added(*counts: BlockCounts) -> BlockCounts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockCounts, BlockPool, KVCacheBlock, with_group_id
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, with_group_id
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
     RestingBlocks,
     SingleTypeKVCacheManager,
@@ -19,6 +19,7 @@ from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
 )
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
 from pdserve.engine.request import Request
+from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.models.kv_cache import KVCacheSpec
 
 Room = tuple[int, ...]

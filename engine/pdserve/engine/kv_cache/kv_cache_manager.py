@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.transfer_order import TransferOrder
-from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockCounts, BlockPool, KVCacheBlock, PinnedBlocks
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Room
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, first_sent
 from pdserve.engine.request import Request
+from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_windows
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from operator import gt
 
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache.block_pool import BlockCounts, added
+from pdserve.engine.kv_cache.block_pool import added
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
@@ -24,6 +24,7 @@ from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
 

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.engine.kv_cache.block_pool import BlockCounts, PinnedBlocks, PinTracker, with_group_id
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker, with_group_id
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler_output import SchedulerOutput
+from pdserve.engine.sequence_blocks import BlockCounts
 
 
 @dataclass(slots=True)

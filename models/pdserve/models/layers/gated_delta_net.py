@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,11 @@ from pdserve.kernels.state.causal_conv import causal_conv
 from pdserve.kernels.state.delta_rule import delta_chunks, delta_step
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
-from pdserve.models.config.delta_shape import DeltaShape
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
+
+if TYPE_CHECKING:
+    from pdserve.models.config.delta_shape import DeltaShape
 
 _NORM_EPS = 1e-6
 """Of queries and keys, whatever `rms_norm_eps` is, as in transformers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,11 @@ from pdserve.kernels.state.causal_conv import causal_conv
 from pdserve.kernels.state.selective_scan import scan_chunks, scan_step
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
-from pdserve.models.config.mamba2_shape import Mamba2Shape
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
+
+if TYPE_CHECKING:
+    from pdserve.models.config.mamba2_shape import Mamba2Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from pdserve.engine.executor.rank_process import main
 from pdserve.engine.ranks.rank_messages import StartRank
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.kv_transfer.make_connectors import serve_pools
-from pdserve.models.kv_cache import pools_of
 from pdserve.worker.ranks.rank_server import RankServer
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) 
     share_interpreter()
     settings = rank_settings(start)
     tls = settings.tls()
-    pools = pools_of(model.kv_caches)
+    pools = model.pools
     connectors, _ = serve_pools(settings, pools, tls)
     if tls is not None:
         renewal = TlsRenewal(settings, tls)

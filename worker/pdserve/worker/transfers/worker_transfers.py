@@ -32,7 +32,6 @@ from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
 from pdserve.kv_transfer.make_connectors import serve_pools
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
-from pdserve.models.kv_cache import pools_of
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import MAX_RECEIVED_BYTES, PeerChannels
@@ -79,7 +78,7 @@ class WorkerTransfers:
         self._deployment_key = deployment_key
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self.connectors, self._pools = serve_pools(settings, pools_of(model.kv_caches), tls)
+        self.connectors, self._pools = serve_pools(settings, model.pools, tls)
         if model.ranks is not None:
             join_ranks(self.connectors, model.ranks)
         self._digests = DigestRule(

@@ -90,6 +90,11 @@ class LoadedModel:
         return None if self.adapters is None else ModelLoraRunner(self.adapters, self.group)
 
     @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """Per shape of blocks its pool."""
+        return pools_of(self.kv_caches)
+
+    @property
     def num_blocks(self) -> int:
         """Of all KV cache groups."""
         if len(self.layout.shapes) == 1:

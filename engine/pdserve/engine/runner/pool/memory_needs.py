@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
-from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes
 from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
+from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import load_decoder

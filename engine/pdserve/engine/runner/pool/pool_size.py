@@ -10,8 +10,7 @@ from operator import mul
 from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.kv_cache.block_pool import BlockCounts
-from pdserve.engine.sequence_blocks import max_sequence_tokens, num_window_blocks
+from pdserve.engine.sequence_blocks import BlockCounts, max_sequence_tokens, num_window_blocks
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.kv_cache import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec, StateSpec, shapes_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache.block_pool import BlockCounts
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
+from pdserve.engine.sequence_blocks import BlockCounts
 
 
 @dataclass(frozen=True, slots=True)

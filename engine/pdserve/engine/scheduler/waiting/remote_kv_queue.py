@@ -18,7 +18,7 @@ from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.kv_cache.block_pool import BlockCounts, PinTracker, added
+from pdserve.engine.kv_cache.block_pool import PinTracker, added
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.host_loads import HostLoads
@@ -32,6 +32,7 @@ from pdserve.engine.scheduler.kv_messages import (
 )
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
+from pdserve.engine.sequence_blocks import BlockCounts
 
 GROWTH_TOKENS = 128
 """Tokens by which sequences are expected to grow while the KV of another one arrives and is used."""
