@@ -14,6 +14,7 @@ Each life is a seed; lives grow with their number, so the first that fails is ab
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -326,6 +327,21 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int, window: Window =
     return life
 
 
+def live_with_windows(
+    make_engine: MakeEngine, harnesses: list[Harness], seeds: range, windows: Sequence[Window]
+) -> None:
+    """A life of 12 requests per seed, with the windows in turn."""
+    num_preemptions = num_null = 0
+    for seed in seeds:
+        life = live(make_engine, seed, 12, window=windows[seed % len(windows)])
+        for engine in (life.p, life.d):
+            num_preemptions += engine.scheduler.num_preemptions
+            num_null += engine.scheduler.kv.num_freed_behind_window
+        harnesses.clear()
+    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
+    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
+
+
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
     num_preemptions = num_early_kv = num_evictions = num_accepted = num_loads = num_form_drafts = 0
@@ -357,15 +373,7 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
     ids=lambda seeds: str(seeds.start),
 )
 def test_i2_i3_i4_i6_i13_lives_with_a_window(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
-    num_preemptions = num_null = 0
-    for seed in seeds:
-        life = live(make_engine, seed, 12, window=(1, 3, 4, 6, 9, 13, 20)[seed % 7])
-        for engine in (life.p, life.d):
-            num_preemptions += engine.scheduler.num_preemptions
-            num_null += engine.scheduler.kv.num_freed_behind_window
-        harnesses.clear()
-    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
-    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
+    live_with_windows(make_engine, harnesses, seeds, (1, 3, 4, 6, 9, 13, 20))
 
 
 @pytest.mark.slow
@@ -378,17 +386,8 @@ def test_i2_i3_i4_i6_i13_lives_with_a_window(make_engine: MakeEngine, harnesses:
     ids=lambda seeds: str(seeds.start),
 )
 def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
-    num_preemptions = num_null = 0
-    for seed in seeds:
-        life = live(
-            make_engine, seed, 12, window=((None, 5), (None, 3, 3), (9, 4), (None, 13, 4), (None, None, 7))[seed % 5]
-        )
-        for engine in (life.p, life.d):
-            num_preemptions += engine.scheduler.num_preemptions
-            num_null += engine.scheduler.kv.num_freed_behind_window
-        harnesses.clear()
-    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
-    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
+    windows = ((None, 5), (None, 3, 3), (9, 4), (None, 13, 4), (None, None, 7))
+    live_with_windows(make_engine, harnesses, seeds, windows)
 
 
 @pytest.mark.slow
@@ -401,15 +400,7 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
     ids=lambda seeds: str(seeds.start),
 )
 def test_i2_i3_i4_i6_i13_i14_lives_with_states(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
-    num_preemptions = num_null = 0
-    for seed in seeds:
-        life = live(make_engine, seed, 12, window=((None, STATE), (None, 5, STATE), (9, STATE))[seed % 3])
-        for engine in (life.p, life.d):
-            num_preemptions += engine.scheduler.num_preemptions
-            num_null += engine.scheduler.kv.num_freed_behind_window
-        harnesses.clear()
-    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
-    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
+    live_with_windows(make_engine, harnesses, seeds, ((None, STATE), (None, 5, STATE), (9, STATE)))
 
 
 @pytest.mark.few(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.state.delta_rule import CHUNK, delta_chunks, delta_step
+from pdserve.kernels.state.delta_rule import CHUNK, DELTA_RULE
 
 NUM_HEADS, KEY_DIM, VALUE_DIM = 3, 8, 5
 
@@ -40,11 +40,6 @@ def sequence(num_tokens: int, strength: float, seed: int = 1) -> Sequence:
     )
 
 
-def _first(given: Sequence, num_tokens: int) -> Sequence:
-    query, key, value, decay, beta = (each[:num_tokens] for each in given[:5])
-    return Sequence(query, key, value, decay, beta, given.state)
-
-
 def recurrence(given: Sequence) -> tuple[Tensor, Tensor]:
     query, key, value, decay, beta, state = (each.double() for each in given)
     found = []
@@ -60,7 +55,7 @@ def recurrence(given: Sequence) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
 def test_chunks_are_the_recurrence(num_tokens: int, strength: float) -> None:
     given = sequence(num_tokens, strength)
-    found, state = delta_chunks(*given)
+    found, state = DELTA_RULE.in_chunks(given[:5], given.state)
     expected, last = recurrence(given)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(state.double(), last, atol=2e-5, rtol=2e-5)
@@ -69,9 +64,9 @@ def test_chunks_are_the_recurrence(num_tokens: int, strength: float) -> None:
 def test_a_sequence_may_be_cut_anywhere() -> None:
     """A chunk, and then a token of each of two sequences at once."""
     both = [sequence(40, 0.3, seed) for seed in (1, 2)]
-    halves = [delta_chunks(*_first(given, 39)) for given in both]
-    query, key, value, decay, beta = (torch.stack([given[place][39] for given in both]) for place in range(5))
-    found, states = delta_step(query, key, value, decay, beta, torch.stack([state for _, state in halves]))
+    halves = [DELTA_RULE.in_chunks([each[:39] for each in given[:5]], given.state) for given in both]
+    tokens = [torch.stack([given[place][39] for given in both]) for place in range(5)]
+    found, states = DELTA_RULE.step(*tokens, torch.stack([state for _, state in halves]))
     for place, given in enumerate(both):
         expected, last = recurrence(given)
         torch.testing.assert_close(found[place].double(), expected[39], atol=2e-5, rtol=2e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.state.selective_scan import CHUNK, scan_chunks, scan_step
+from pdserve.kernels.state.selective_scan import CHUNK, SELECTIVE_SCAN
 
 NUM_HEADS, HEAD_DIM, STATE_SIZE = 3, 5, 8
 
@@ -50,7 +50,7 @@ def recurrence(given: Sequence) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
 def test_chunks_are_the_recurrence(num_tokens: int, strength: float) -> None:
     given = sequence(num_tokens, strength)
-    found, state = scan_chunks(*given)
+    found, state = SELECTIVE_SCAN.in_chunks(given[:4], given.state)
     expected, last = recurrence(given)
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(state.double(), last, atol=2e-4, rtol=2e-4)
@@ -59,9 +59,9 @@ def test_chunks_are_the_recurrence(num_tokens: int, strength: float) -> None:
 def test_a_sequence_may_be_cut_anywhere() -> None:
     """A chunk, and then a token of each of two sequences at once."""
     both = [sequence(40, 0.3, seed) for seed in (1, 2)]
-    halves = [scan_chunks(given.x[:39], given.b[:39], given.c[:39], given.decay[:39], given.state) for given in both]
-    x, b, c, decay = (torch.stack([given[place][39] for given in both]) for place in range(4))
-    found, states = scan_step(x, b, c, decay, torch.stack([state for _, state in halves]))
+    halves = [SELECTIVE_SCAN.in_chunks([each[:39] for each in given[:4]], given.state) for given in both]
+    tokens = [torch.stack([given[place][39] for given in both]) for place in range(4)]
+    found, states = SELECTIVE_SCAN.step(*tokens, torch.stack([state for _, state in halves]))
     for place, given in enumerate(both):
         expected, last = recurrence(given)
         torch.testing.assert_close(found[place].double(), expected[39], atol=2e-5, rtol=2e-5)

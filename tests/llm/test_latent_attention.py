@@ -13,14 +13,11 @@ from safetensors.torch import load_file, save_file
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
-from pdserve.llm import LLM, SamplingParams
+from pdserve.llm import LLM
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import make_latent_model
+from tests.support.models.offline_texts import GREEDY, PROMPTS, check_forks, check_greedy_texts
 from tests.support.models.oracle import Oracle
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SHARED = prompt_of(50, 7)
-PROMPTS = [[*SHARED, *prompt_of(5, 1)], [*SHARED, *prompt_of(40, 2)], prompt_of(9, 3), SHARED[:48]]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +45,7 @@ def oracle(folder: Path) -> Oracle:
     ids=["chunks", "preemption", "drafts", "host memory", "ranks"],
 )
 def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
-    """Twice, so that prompts are found in the cache."""
-    with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
-        for _ in range(2):
-            for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-                oracle.check(prompt, list(answer.outputs[0].token_ids))
+    check_greedy_texts(folder, oracle, options)
 
 
 @pytest.mark.parametrize(
@@ -67,23 +60,11 @@ def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> 
 def test_two_attentions_per_layer(options: dict[str, Any], tmp_path: Path) -> None:
     folder = make_latent_model(tmp_path, "longcat_flash")
     oracle = Oracle(folder)
-    with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
-        for _ in range(2):
-            for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-                oracle.check(prompt, list(answer.outputs[0].token_ids))
+    check_greedy_texts(folder, oracle, options)
 
 
 def test_forks_and_log_probabilities(folder: Path, oracle: Oracle) -> None:
-    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=8, logprobs=2, ignore_eos=True)
-    with LLM(str(folder), dtype="float32", num_blocks=64) as llm:
-        [answer] = llm.generate([PROMPTS[0]], params, use_tqdm=False)
-    texts = [list(output.token_ids) for output in answer.outputs]
-    assert len({tuple(text) for text in texts}) > 1
-    for output, text in zip(answer.outputs, texts, strict=True):
-        logits = oracle.logits([*PROMPTS[0], *text])[len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
-        assert output.logprobs is not None
-        for place, (token, found) in enumerate(zip(text, output.logprobs, strict=True)):
-            assert abs(found[token].logprob - float(logits[place, token])) < 1e-3
+    check_forks(folder, oracle)
 
 
 def test_layers_that_draft_are_not_read(folder: Path, oracle: Oracle, tmp_path: Path) -> None:

@@ -12,15 +12,11 @@ from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
 from pdserve.engine.sequence_blocks import num_window_blocks
-from pdserve.llm import LLM, SamplingParams
+from pdserve.llm import LLM
 from pdserve.models.model_impl import read_model_config
-from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import make_mixed_model
+from tests.support.models.offline_texts import check_forks, check_greedy_texts
 from tests.support.models.oracle import Oracle
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SHARED = prompt_of(50, 7)
-PROMPTS = [[*SHARED, *prompt_of(5, 1)], [*SHARED, *prompt_of(40, 2)], prompt_of(9, 3), SHARED[:48]]
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +46,12 @@ def oracle(folder: Path) -> Oracle:
     ids=["chunks", "preemption", "without windows", "drafts", "memory", "int8", "ranks"],
 )
 def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
-    """Twice, so that prompts are found in the cache."""
-    with LLM(str(folder), dtype="float32", max_model_len=112, **options) as llm:
-        for _ in range(2):
-            for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-                if "kv_cache_dtype" not in options:
-                    oracle.check(prompt, list(answer.outputs[0].token_ids))
-                assert len(answer.outputs[0].token_ids) == 12
+    check_greedy_texts(folder, oracle, options)
 
 
 def test_forks(folder: Path, oracle: Oracle) -> None:
     """A partial block of each shape is copied."""
-    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=8, logprobs=2, ignore_eos=True)
-    with LLM(str(folder), dtype="float32", num_blocks=64) as llm:
-        [answer] = llm.generate([PROMPTS[0]], params, use_tqdm=False)
-    texts = [list(output.token_ids) for output in answer.outputs]
-    assert len({tuple(text) for text in texts}) > 1
-    for output, text in zip(answer.outputs, texts, strict=True):
-        logits = oracle.logits([*PROMPTS[0], *text])[len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
-        assert output.logprobs is not None
-        for place, (token, found) in enumerate(zip(text, output.logprobs, strict=True)):
-            assert abs(found[token].logprob - float(logits[place, token])) < 1e-3
+    check_forks(folder, oracle)
 
 
 def test_a_pool_has_the_bytes_of_both_shapes(folder: Path) -> None:

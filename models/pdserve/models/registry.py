@@ -98,7 +98,7 @@ _WITHOUT_CLASSIFIER = (
     "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
     "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
-"""Families of which transformers has no class with a classification head."""
+"""Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {
     f"{name}{'Text' * (name in _TEXT_PARTS)}ForSequenceClassification": causal
     for name, causal in _CAUSAL.items()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.state.decay_products import decay_products
+from pdserve.kernels.state.recurrence import Recurrence
 
 CHUNK = 64
 """Tokens at once: the system has as many rows."""
@@ -37,24 +38,14 @@ def delta_step(
     return torch.matmul(query.unsqueeze(-2), state).squeeze(-2), state
 
 
-def delta_chunks(
+def delta_chunk(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence, in chunks; all float32.
+    """Tokens of one sequence at once; all float32.
 
     query, key `[n, Hv, Dk]`, value `[n, Hv, Dv]`, decay (its logarithm) and beta `[n, Hv]`, state `[Hv, Dk, Dv]` -> results
     `[n, Hv, Dv]` and the state after the last token.
     """
-    found = torch.empty_like(value)
-    for start in range(0, len(query), CHUNK):
-        part = slice(start, start + CHUNK)
-        found[part], state = _chunk(query[part], key[part], value[part], decay[part], beta[part], state)
-    return found, state
-
-
-def _chunk(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
     query, key, value = (each.transpose(0, 1) for each in (query, key, value))
     whole, between, left = decay_products(decay.t())
     beta = beta.t().unsqueeze(-1)
@@ -65,3 +56,6 @@ def _chunk(
     found = whole * torch.matmul(query, state) + torch.matmul(seen, update)
     state = whole[:, -1:] * state + torch.matmul((key * left).transpose(-1, -2), update)
     return found.transpose(0, 1), state
+
+
+DELTA_RULE = Recurrence(delta_step, delta_chunk, CHUNK, 2)

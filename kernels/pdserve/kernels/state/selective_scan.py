@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.state.decay_products import decay_products
+from pdserve.kernels.state.recurrence import Recurrence
 
 CHUNK = 128
 """Tokens at once."""
@@ -31,23 +32,18 @@ def scan_step(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> 
     return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1), state
 
 
-def scan_chunks(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence, in chunks; all float32.
+def scan_chunk(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of one sequence at once; all float32.
 
     x `[n, H, P]`, b and c `[n, H, N]`, decay (its logarithm) `[n, H]`, state `[H, P, N]` -> results `[n, H, P]` and the state after
     the last token.
     """
-    found = torch.empty_like(x)
-    for start in range(0, len(x), CHUNK):
-        part = slice(start, start + CHUNK)
-        found[part], state = _chunk(x[part], b[part], c[part], decay[part], state)
-    return found, state
-
-
-def _chunk(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     x, b, c = (each.transpose(0, 1) for each in (x, b, c))
     whole, between, left = decay_products(decay.t())
     seen = torch.matmul(c, b.transpose(-1, -2)) * between
     found = whole * torch.matmul(c, state.transpose(-1, -2)) + torch.matmul(seen, x)
     state = whole[:, -1:] * state + torch.matmul(x.transpose(-1, -2), b * left)
     return found.transpose(0, 1), state
+
+
+SELECTIVE_SCAN = Recurrence(scan_step, scan_chunk, CHUNK, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.common.errors import UnsupportedModel
@@ -27,3 +28,26 @@ class StateShape:
                 f"{config.where}: each layer keeps a state, and none has attention, which is not served"
             )
         return cls(layers, num_heads, head_size) if any(layers) else None
+
+
+def state_layers(
+    config: JsonObject, num_layers: int, states: Sequence[str], attention: Sequence[str], field: str = "layer_types"
+) -> tuple[bool, ...] | None:
+    """Per layer, True for a state, by the names of both kinds in a field; None without it. Raises: ConfigError."""
+    kinds = config.items(field)
+    if kinds is None:
+        return None
+    names = [*states, *attention]
+    if len(kinds) != num_layers or any(kind not in names for kind in kinds):
+        raise config.error(field, f"{num_layers} times {' or '.join(names)}")
+    return tuple(kind in states for kind in kinds)
+
+
+def layers_without(config: JsonObject, num_layers: int, field: str) -> tuple[bool, ...] | None:
+    """Per layer, False for those whose numbers a field lists; None without it. Raises: ConfigError."""
+    listed = config.items(field)
+    if listed is None:
+        return None
+    if any(type(layer) is not int or not 0 <= layer < num_layers for layer in listed):
+        raise config.error(field, f"numbers of layers, 0 to {num_layers - 1}")
+    return tuple(layer not in listed for layer in range(num_layers))

@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 from pdserve.models.config.delta_shape import DELTA_FIELDS, DeltaShape
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
-from pdserve.models.config.state_shape import StateShape
+from pdserve.models.config.state_shape import StateShape, state_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention
 from pdserve.models.layers.gated_delta_net import GatedDeltaNet
 from pdserve.models.weights.weight_loader import WeightLoader
-
-_KINDS = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,10 @@ class DeltaNets(ModelFamily):
     def read_layers(cls, config: JsonObject, num_layers: int) -> dict[str, Any]:
         """Options of the layers' attention. Raises: ConfigError."""
         bias, delta = config.boolean("attention_bias", False), DeltaShape.read(config)
-        is_state = _state_layers(config, num_layers)
+        is_state = state_layers(config, num_layers, ("linear_attention",), ("full_attention",))
+        if is_state is None:
+            interval = config.integer("full_attention_interval", 4)
+            is_state = tuple((layer + 1) % interval > 0 for layer in range(num_layers))
         states = StateShape.of(config, is_state, delta.num_key_heads, delta.state_size)
         return {
             "sliding_windows": (None,) * num_layers, "qkv_bias": bias, "output_bias": bias, "states": states, "delta": delta,
@@ -57,13 +58,3 @@ class DeltaNets(ModelFamily):
             weights, prefix.replace(".self_attn", ".linear_attn"), config.kv_cache_place(index)[1], config.state_spec(index),
             self.delta, config.hidden_size, config.rms_norm_eps, is_split=self.splits_inputs,
         )  # fmt: skip
-
-
-def _state_layers(config: JsonObject, num_layers: int) -> tuple[bool, ...]:
-    kinds = config.items("layer_types")
-    if kinds is None:
-        interval = config.integer("full_attention_interval", 4)
-        return tuple((layer + 1) % interval > 0 for layer in range(num_layers))
-    if len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
-        raise config.error("layer_types", f"{num_layers} times linear_attention or full_attention")
-    return tuple(kind == "linear_attention" for kind in kinds)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import LayerNorms, ModelConfig, ModelFamily
-from pdserve.models.config.state_shape import StateShape
+from pdserve.models.config.state_shape import StateShape, layers_without, state_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
@@ -15,7 +15,6 @@ from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.short_conv import ShortConv
 from pdserve.models.weights.weight_loader import WeightLoader
 
-_KINDS = ("full_attention", "conv")
 _MAX_LENGTH = 1 << 8
 
 
@@ -46,7 +45,9 @@ class Lfm2(ModelFamily):
     def read(cls, config: JsonObject, num_layers: int) -> Lfm2:
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         length = config.integer("conv_L_cache", 3, minimum=2, maximum=_MAX_LENGTH)
-        is_state = cls._conv_layers(config, num_layers)
+        is_state = state_layers(config, num_layers, ("conv",), ("full_attention",))
+        if is_state is None:
+            is_state = layers_without(config, num_layers, "full_attn_idxs") or (False,) * num_layers
         return cls(
             sliding_windows=(None,) * num_layers,
             states=StateShape.of(config, is_state, heads, hidden // heads * (length - 1)),
@@ -54,20 +55,6 @@ class Lfm2(ModelFamily):
             conv_bias=config.boolean("conv_bias", False),
             mlp_size=cls._mlp_size(config),
         )
-
-    @staticmethod
-    def _conv_layers(config: JsonObject, num_layers: int) -> tuple[bool, ...]:
-        kinds = config.items("layer_types")
-        if kinds is not None:
-            if len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
-                raise config.error("layer_types", f"{num_layers} times full_attention or conv")
-            return tuple(kind == "conv" for kind in kinds)
-        with_attention = config.items("full_attn_idxs")
-        if with_attention is None:
-            return (False,) * num_layers
-        if any(not isinstance(layer, int) or not 0 <= layer < num_layers for layer in with_attention):
-            raise config.error("full_attn_idxs", f"numbers of layers, 0 to {num_layers - 1}")
-        return tuple(layer not in with_attention for layer in range(num_layers))
 
     @staticmethod
     def _mlp_size(config: JsonObject) -> int:

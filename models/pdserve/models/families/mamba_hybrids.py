@@ -10,7 +10,7 @@ from pdserve.models.config.expert_shape import MAX_EXPERT_SIZE
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.mamba2_shape import MAMBA_FIELDS, Mamba2Shape
 from pdserve.models.config.model_config import LayerNorms, ModelConfig, ModelFamily
-from pdserve.models.config.state_shape import StateShape
+from pdserve.models.config.state_shape import StateShape, layers_without, state_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
@@ -67,7 +67,11 @@ class GraniteHybrid(MambaHybrid):
         positions = config.get("position_embedding_type") or _POSITIONS[1]
         if positions not in _POSITIONS:
             raise config.error("position_embedding_type", " or ".join(f'"{name}"' for name in _POSITIONS))
-        is_state = cls._state_layers(config, num_layers)
+        is_state = (
+            state_layers(config, num_layers, _STATES, _ATTENTION)
+            or state_layers(config, num_layers, _STATES, _ATTENTION, "layers_block_type")
+            or (True,) * num_layers
+        )
         return cls(
             sliding_windows=(None,) * num_layers,
             qkv_bias=bias,
@@ -83,17 +87,6 @@ class GraniteHybrid(MambaHybrid):
             top_k=top_k,
             mlp_size=config.integer("shared_intermediate_size", 1024, maximum=MAX_EXPERT_SIZE),
         )
-
-    @staticmethod
-    def _state_layers(config: JsonObject, num_layers: int) -> tuple[bool, ...]:
-        for name in ("layer_types", "layers_block_type"):
-            kinds = config.items(name)
-            if kinds is None:
-                continue
-            if len(kinds) != num_layers or any(kind not in _STATES + _ATTENTION for kind in kinds):
-                raise config.error(name, f"{num_layers} times {' or '.join(_STATES + _ATTENTION)}")
-            return tuple(kind in _STATES for kind in kinds)
-        return (True,) * num_layers
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         sizes = super().inner_sizes(intermediate_size) | {"shared_intermediate_size": self.mlp_size}
@@ -135,10 +128,7 @@ class Bamba(MambaHybrid):
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Bamba:
         bias, mamba = config.boolean("attention_bias", False), Mamba2Shape.read(config)
-        with_attention = config.items("attn_layer_indices") or []
-        if any(type(layer) is not int or not 0 <= layer < num_layers for layer in with_attention):
-            raise config.error("attn_layer_indices", f"numbers of layers, 0 to {num_layers - 1}")
-        is_state = tuple(layer not in with_attention for layer in range(num_layers))
+        is_state = layers_without(config, num_layers, "attn_layer_indices") or (True,) * num_layers
         return cls(
             sliding_windows=(None,) * num_layers,
             qkv_bias=bias,

@@ -19,7 +19,7 @@ from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.cpu.matrices import with_rows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.state.causal_conv import causal_conv
-from pdserve.kernels.state.delta_rule import delta_chunks, delta_step
+from pdserve.kernels.state.delta_rule import DELTA_RULE
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
 from pdserve.models.weights.rank_shard import Part
@@ -134,7 +134,7 @@ class GatedDeltaNet:
         self, mixed: Tensor, beta: Tensor, step: Tensor, matrices: Tensor, plan: StatePlan
     ) -> tuple[Tensor, Tensor]:
         """mixed `[T, Hk, C]`, beta and step `[T, Hv]`, matrices `[B, Hv, Dk, Dv]` -> `[T, Hv, Dv]` float32, and those after it."""
-        shape, num = self.shape, plan.num_decodes
+        shape = self.shape
         sizes = [shape.key_dim, shape.key_dim, shape.values_per_key * shape.value_dim]
         query, key, value = torch.split(mixed, sizes, -1)
         query, key = (_unit(each.float()).repeat_interleave(shape.values_per_key, 1) for each in (query, key))
@@ -142,17 +142,7 @@ class GatedDeltaNet:
         value = value.reshape(len(value), -1, shape.value_dim).float()
         beta = beta.sigmoid().float()
         decay = self.decay * F.softplus(step.float() + self.dt_bias)
-        found, after = torch.empty_like(value), torch.empty_like(matrices)
-        if num:
-            found[:num], after[:num] = delta_step(
-                query[:num], key[:num], value[:num], decay[:num], beta[:num], matrices[:num]
-            )
-        for place, (first, stop) in enumerate(plan.chunks, num):
-            own = slice(first, stop)
-            found[own], after[place] = delta_chunks(
-                query[own], key[own], value[own], decay[own], beta[own], matrices[place]
-            )
-        return found, after
+        return DELTA_RULE.over_step((query, key, value, decay, beta), matrices, plan)
 
     def _normed(self, found: Tensor, gate: Tensor) -> Tensor:
         """`norm(found) * silu(gate)`, both `[T, Hv, Dv]`."""

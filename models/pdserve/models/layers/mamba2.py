@@ -18,7 +18,7 @@ from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.kernels.state.causal_conv import causal_conv
-from pdserve.kernels.state.selective_scan import scan_chunks, scan_step
+from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
 from pdserve.models.weights.rank_shard import Part
@@ -156,27 +156,15 @@ class Mamba2:
         own = own.view(len(x), -1, shape.head_dim)
         group_of_head = self.groups.repeat_interleave(shape.heads_per_run)
         b, c = (each.view(len(x), num_groups, -1).index_select(1, group_of_head) for each in (b, c))
-        found, matrices = self._scanned(own, b, c, F.softplus(steps.float() + self.step_bias), matrices, plan)
+        steps = F.softplus(steps.float() + self.step_bias)
+        tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
+        found, matrices = SELECTIVE_SCAN.over_step(tokens, matrices, plan)
         plan.write(self.index, self._joined(columns, matrices))
         return self.norm(found + own * self.skip.unsqueeze(-1), gate).to(x.dtype)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
         self.attend(x, phases, plan, ops)
-
-    def _scanned(
-        self, x: Tensor, b: Tensor, c: Tensor, steps: Tensor, matrices: Tensor, plan: StatePlan
-    ) -> tuple[Tensor, Tensor]:
-        """x `[T, H, P]`, b and c `[T, H, N]`, steps `[T, H]`, matrices `[B, H, P, N]` -> `[T, H, P]`, and those after it."""
-        num = plan.num_decodes
-        decay, x = self.decay * steps, x * steps.unsqueeze(-1)
-        found, after = torch.empty_like(x), torch.empty_like(matrices)
-        if num:
-            found[:num], after[:num] = scan_step(x[:num], b[:num], c[:num], decay[:num], matrices[:num])
-        for place, (first, stop) in enumerate(plan.chunks, num):
-            own = slice(first, stop)
-            found[own], after[place] = scan_chunks(x[own], b[own], c[own], decay[own], matrices[place])
-        return found, after
 
     def _column_sizes(self) -> Sequence[int]:
         """Numbers of a run's columns of x, and of b and c each."""

@@ -1,4 +1,4 @@
-"""`ParallelProjectionNorm`: queries and keys that are normalised over heads of which each rank has a part."""
+"""`ParallelProjectionNorm`: norms over all heads of queries and of keys, where each rank has some of the heads."""
 
 from __future__ import annotations
 
