@@ -61,7 +61,7 @@ class PushedDecode:
         self._call.event(admitted_event(moment, self._request.arrival_time))
         if source is not None:
             self._stream.on_receiving = self._receiving
-            self._stream.landed.add_done_callback(self._landed)
+            self._stream.on_landed = self._landed
         for output in self._early:
             self._take(output)
 
@@ -108,10 +108,9 @@ class PushedDecode:
         if not self._has_ended:
             self._call.event(receiving_event(awaits_source))
 
-    def _landed(self, landed: asyncio.Future[Landing]) -> None:
-        if not landed.cancelled():
-            num_blocks, connector = landed.result()
-            self._call.event(landed_event(num_blocks, self._block_bytes, connector))
+    def _landed(self, landing: Landing) -> None:
+        if not self._has_ended:
+            self._call.event(landed_event(landing.num_blocks, self._block_bytes, landing.connector))
 
     def _end_sequences(self, indexes: Sequence[int], turn: int | None) -> None:
         for index in indexes:

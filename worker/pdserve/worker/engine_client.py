@@ -98,8 +98,8 @@ class RequestStream(OutputStream):
         loop = asyncio.get_running_loop()
         self.on_receiving: Callable[[bool], None] | None = None
         """Called while a transfer to this worker takes long; True: it waits for its source."""
-        self.landed: asyncio.Future[Landing] = loop.create_future()
-        """Done when all blocks of a transfer to this worker have landed."""
+        self.on_landed: Callable[[Landing], None] | None = None
+        """Called when all blocks of a transfer to this worker have landed, before the first output."""
         self.source_ended: asyncio.Future[SourceEnd] = loop.create_future()
         """Done when a transfer from this worker has ended. Raises: WorkerLost when the engine has died."""
 
@@ -110,8 +110,8 @@ class RequestStream(OutputStream):
                 if self.on_receiving is not None:
                     self.on_receiving(awaits_source)
             case BlocksLanded(num_blocks, connector):
-                if not self.landed.done():
-                    self.landed.set_result(Landing(num_blocks, connector))
+                if self.on_landed is not None:
+                    self.on_landed(Landing(num_blocks, connector))
             case SourceEnded(state, cause):
                 if not self.source_ended.done():
                     self.source_ended.set_result(SourceEnd(state, None if cause is None else cause.error()))

@@ -347,11 +347,12 @@ class KvTransferManager:
         receiver = self._receivers.get(transfer.request_id)
         if receiver is None:
             return
+        # first, since the engine may answer as soon as it has its blocks back, and the news must come before the answer
+        if not transfer.is_cut_short and not receiver.landed.done():
+            receiver.landed.set_result(transfer)
         if (hold := receiver.hold) is not None:
             receiver.hold = None
             self._return(transfer.request_id, [hold])
-        if not transfer.is_cut_short and not receiver.landed.done():
-            receiver.landed.set_result(transfer)
         self._forget_if_done(receiver)
 
     def _forget_if_done(self, receiver: _Receiver) -> None:
