@@ -19,6 +19,7 @@ from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.layers.draft_head import DraftHead
 from pdserve.models.model_inputs import ModelInputs
 from pdserve.models.vision.vision_tower import VisionTower
 
@@ -74,9 +75,12 @@ class Decoder:
         lm_head: OutputHead | None,
         classifier: ClassificationHead | None = None,
         vision_tower: VisionTower | None = None,
+        draft_head: DraftHead | None = None,
     ) -> None:
-        """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images."""
+        """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images.
+        draft_head: with `config.has_draft_head`."""
         self.vision_tower = vision_tower
+        self.draft_head = draft_head
         self.config = config
         self.classifier = classifier
         """None: the model generates."""
@@ -90,9 +94,13 @@ class Decoder:
         ropes = [config.layer_rope(index) for index in range(len(self._layers))]
         self._ropes = tuple(_Rotation.of(rope, config.rotary_head_dim, device) for rope in dict.fromkeys(ropes))
         self._rope_indices = [list(dict.fromkeys(ropes)).index(rope) for rope in ropes]
-        specs = [layer.attention.spec for layer in self._layers]
+        specs: list[LayerSpec] = [layer.attention.spec for layer in self._layers]
         self._specs = tuple(dict.fromkeys(specs))
         self._spec_indices = [self._specs.index(spec) for spec in specs]
+        self._draft_rotation: _Rotation | None = None
+        if draft_head is not None:
+            specs.append(draft_head.layer.attention.spec)
+            self._draft_rotation = _Rotation.of(config.layer_rope(config.num_layers), config.rotary_head_dim, device)
         self._fused: tuple[LayerOps, FusedLayers | None] | None = None
         """The operations of the last step, and the result of their `fuse_layers`."""
         self.attention_specs: tuple[tuple[LayerSpec, ...], ...] = tuple(
@@ -120,8 +128,8 @@ class Decoder:
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """The same decoder with other layers."""
-        head, tower = self._lm_head, self.vision_tower
-        return Decoder(self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower)
+        head, tower, drafts = self._lm_head, self.vision_tower, self.draft_head
+        return Decoder(self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower, drafts)
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -175,6 +183,24 @@ class Decoder:
             return None
         of_layers = [attention_plan(plans[index]) for index in self._spec_indices]
         return fused(residual, x, phases, of_layers, inputs.output_rows, inputs.before_layer)
+
+    def draft(self, inputs: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`DraftHead.forward` of entries at `inputs.positions`, whose next tokens are `inputs.token_ids`; writes them into the cache.
+
+        hidden `[T, H]`: as of `DraftHead.forward`. Raises: RuntimeError without a draft head.
+        """
+        if self.draft_head is None or self._draft_rotation is None:
+            raise RuntimeError(f"{self.config.architecture} was loaded without a draft head")
+        if inputs.before_layer is not None:
+            inputs.before_layer()
+        return self.draft_head.forward(
+            inputs.embedded(self.embed_input_ids),
+            hidden,
+            self._draft_rotation.phases(inputs.positions),
+            inputs.plans[self.draft_head.layer.attention.spec],
+            inputs.ops,
+            inputs.output_rows,
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -43,6 +43,7 @@ def load_decoder(
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
     hybrid_kv_cache: bool = False,
+    has_draft_head: bool = False,
     served_on: str | None = None,
 ) -> Decoder:
     """Read a Hugging Face model folder, or one rank's part of it.
@@ -50,9 +51,11 @@ def load_decoder(
     dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads only
     config.json and draws the weights; `auto` reads them. quantization: of the matrices of attention and MLP; the embedding, the
     output head and routers of experts are in the dtype. shard: this rank's part. progress: called after a weight.
-    hybrid_kv_cache: see `ModelConfig`. served_on: see `WeightLoader`. Raises: ConfigError, UnsupportedModel.
+    hybrid_kv_cache, has_draft_head: see `ModelConfig`. served_on: see `WeightLoader`. Raises: ConfigError, UnsupportedModel.
     """
-    config = replace(read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache)
+    config = replace(
+        read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache, has_draft_head=has_draft_head
+    )
     config.verify_sharding(shard.size, folder)
     if config.unknown_fields:
         log.warning(
@@ -100,6 +103,8 @@ def _decoder(
     embedding_name, head_name = _ends(config, checkpoint, device, shard)
     is_tied = head_name == embedding_name
     ignored = {name for name in checkpoint.names if family.ignores(name, config.num_layers)}
+    if config.has_draft_head:
+        ignored -= {name for name in ignored if family.is_of_draft_head(name, config.num_layers)}
     if is_tied:
         ignored |= {family.head_name} - {embedding_name}
     weights = WeightLoader(
@@ -115,6 +120,7 @@ def _decoder(
     rows = shard.part(0, config.vocab_size)
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
     layers = [family.load_layer(weights, config, index) for index in range(config.num_layers)]
+    draft_head = family.load_draft_head(weights, config) if config.has_draft_head else None
     final_norm = family.load_norm(weights, family.final_norm_name, config)
     lm_head, classifier = None, None
     if config.classifier is None:
@@ -130,10 +136,10 @@ def _decoder(
     scale = family.embedding_scale(embedding.dtype)
     if (group := shard.group) is None:
         embed = scaled_embedding(embedding_table(embedding), scale)
-        return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower)
+        return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower, draft_head)
     embed = scaled_embedding(VocabParallelEmbedding(embedding, group), scale)
     parallel_head = None if lm_head is None else ParallelLMHead(lm_head, group)
-    return Decoder(config, embed, layers, final_norm, parallel_head, classifier, tower)
+    return Decoder(config, embed, layers, final_norm, parallel_head, classifier, tower, draft_head)
 
 
 def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:

@@ -84,6 +84,7 @@ def load_model_decoder(
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
     hybrid_kv_cache: bool = False,
+    has_draft_head: bool = False,
     served_on: str | None = None,
 ) -> AnyDecoder:
     """As `load_decoder`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
@@ -107,6 +108,7 @@ def load_model_decoder(
             shard=shard,
             progress=progress,
             hybrid_kv_cache=hybrid_kv_cache,
+            has_draft_head=has_draft_head,
             served_on=served_on,
         )
     from pdserve.models.transformers.read_transformers_config import read_transformers_config

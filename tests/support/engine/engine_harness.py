@@ -353,6 +353,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         cache_dtype: str | None = None,
         model_impl: ModelImpl = "native",
         hybrid_kv_cache: bool = False,
+        has_draft_head: bool = False,
         **fields: Any,
     ) -> Harness:
         decoder: Any = load_model_decoder(
@@ -362,6 +363,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
             device=device,
             quantization=quantization,
             hybrid_kv_cache=hybrid_kv_cache,
+            has_draft_head=has_draft_head,
         )
         lora = None
         head = decoder.config.classifier

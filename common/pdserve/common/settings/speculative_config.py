@@ -18,9 +18,11 @@ MAX_LOOKUP = 64
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted. A draft changes the number of steps of a text, never the text."""
 
-    method: Literal["ngram", "draft_model"] | None = None
+    method: Literal["ngram", "draft_model", "mtp"] | None = None
     """`ngram`: what followed the last tokens of the sequence where they stand in it before. `draft_model`: what a smaller model of
-    the same vocabulary says. Default: `draft_model` with `model`, else `ngram`."""
+    the same vocabulary says. `mtp`: what the model's own draft head says (multi-token prediction); its keys and values are a KV cache
+    group, which a prefill worker with the same method computes for decode workers. Default: `draft_model` with `model`, else
+    `ngram`."""
     model: str | None = None
     """Folder or name of the model that drafts, as `--model` takes it; with `draft_model` alone."""
     num_speculative_tokens: int
@@ -36,6 +38,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def draft_model(self) -> str | None:
         """The `model` of `draft_model`; None with another method."""
         return self.model if self.method in (None, "draft_model") else None
+
+    @property
+    def has_draft_head(self) -> bool:
+        """True: the model is loaded with its draft head."""
+        return self.method == "mtp"
+
+    @property
+    def reads_tokens_only(self) -> bool:
+        """True: sequences with images are not drafted."""
+        return self.draft_model is not None or self.has_draft_head
 
     def num_drafted(self, num_seqs: int) -> int:
         """Sequences of a batch of `num_seqs` at most that have drafts at once."""
@@ -66,12 +78,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ConfigError(f"{FIELD}.{name} is {value}, 1 to {limit} tokens are possible")
         if self.method == "draft_model" and not self.model:
             raise ConfigError(f"{FIELD}.method is 'draft_model', which needs {FIELD}.model: a folder or a name")
-        if self.method == "ngram" and self.model is not None:
-            raise ConfigError(f"{FIELD}.model is {self.model!r:.100}, which the method 'ngram' does not take")
-        if self.model is not None and (self.prompt_lookup_max or self.prompt_lookup_min):
+        if self.method in ("ngram", "mtp") and self.model is not None:
+            raise ConfigError(f"{FIELD}.model is {self.model!r:.100}, which the method {self.method!r} does not take")
+        if self.reads_tokens_only and (self.prompt_lookup_max or self.prompt_lookup_min):
             raise ConfigError(
                 f"{FIELD}.prompt_lookup_max is {self.prompt_lookup_max} and prompt_lookup_min {self.prompt_lookup_min}, which "
-                "the method 'draft_model' does not take"
+                f"the method {self.method or 'draft_model'!r} does not take"
             )
         if self.shortest_lookup > self.longest_lookup:
             raise ConfigError(

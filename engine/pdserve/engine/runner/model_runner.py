@@ -24,6 +24,7 @@ from pdserve.engine.runner.device.step_graphs import StepGraphs, can_capture
 from pdserve.engine.runner.device.step_times import LayerTimes, StepTimes
 from pdserve.engine.runner.drafts.drafted_runs import read_runs, without_late_masks
 from pdserve.engine.runner.drafts.drafting import Drafting
+from pdserve.engine.runner.drafts.head_drafter import FilledStep, HeadDrafter
 from pdserve.engine.runner.encoders.encoder_runner import EncoderRunner
 from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
@@ -60,6 +61,8 @@ class _Step:
     times: StepTimes
     failed_loras: dict[str, RequestFailure]
     """See `ModelRunnerOutput.failed_loras`."""
+    filled: FilledStep | None
+    """None without a draft head."""
 
 
 class PendingOutput:
@@ -106,12 +109,14 @@ class ModelRunner:
         lora: LoraRunner | None = None,
         sampler: TokenSampler | None = None,
         drafter: Drafter | None = None,
+        draft_head: HeadDrafter | None = None,
         group: RankGroup | None = None,
         token_texts: TokenTexts | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's.
 
         lora: None without adapters. sampler: default: `Sampler`. drafter: that of `config.speculative_config`, if it is set.
+        draft_head: of a model with one, whose cache the steps fill.
         group: the ranks that share the model; None for one. token_texts: None without a tokenizer.
         """
         self._config = config
@@ -138,6 +143,7 @@ class ModelRunner:
         self.drafting: Drafting | None = None
         if config.speculative_config is not None and drafter is not None:
             self.drafting = Drafting(drafter, config.speculative_config.disable_by_batch_size)
+        self._draft_head = draft_head
         self._rules_staging = StagingBuffer(self._device, self._runtime)
         self._readback = ReadbackBuffer(self._device, self._runtime)
         self.encoder = EncoderRunner.of_batch(config, model, self.batch, kv_caches[0])
@@ -215,7 +221,8 @@ class ModelRunner:
             if reads_embeds or images is not None:
                 embedded = self._model.embed_input_ids(inputs.token_ids)
                 batch.prompt_embeds.put(embedded, rows, counts, batch.num_computed)
-            if not (has_adapters or len(batch.prompt_logprobs) or len(batch.pooler)):
+            reads_all = has_adapters or self._draft_head is not None
+            if not (reads_all or len(batch.prompt_logprobs) or len(batch.pooler)):
                 output_rows = inputs.output_rows()
             given = ModelInputs(
                 batch=inputs.batches[0],
@@ -237,7 +244,10 @@ class ModelRunner:
         if self._layer_times is not None:
             times.add_layers(self._layer_times.take())
         self.kv_written = None if self._runtime.is_synchronous else times.forwarded
-        self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras)
+        filled = None
+        if self._draft_head is not None:
+            filled = FilledStep(inputs.batches[-1], hidden, rows, counts, batch.num_computed[rows] - counts)
+        self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras, filled)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
@@ -263,6 +273,7 @@ class ModelRunner:
             # a later step computes the last token of these rows again
             self.batch.num_computed[[self.batch.rows[req_id] for req_id in grammar.late_req_ids]] -= 1
         if step.sampled is None:
+            self._fill_drafts(step, None)
             step.times.ended = self._runtime.event()
             return PendingOutput(self, result, None, None, step.times)
         return self._sample(step, step.sampled, grammar, result)
@@ -277,6 +288,7 @@ class ModelRunner:
             logits = logits[inputs.places]
         metadata, placed = self._with_late_rules(inputs, grammar)
         sampled = self._sampler.launch(logits, metadata, placed, inputs.packed_rows)
+        self._fill_drafts(step, (inputs, sampled))
         if grammar is not None:
             plan = without_late_masks(plan, grammar)
         if self._runs_ahead and plan.places is None and plan.runs is None:
@@ -285,6 +297,17 @@ class ModelRunner:
         arrays = self._readback.start([is_finite, *sampled.tensors()])
         step.times.ended = self._runtime.event()
         return PendingOutput(self, result, (plan, sampled), arrays, step.times)
+
+    def _fill_drafts(self, step: _Step, sampled: tuple[SampledInputs, Sampled] | None) -> None:
+        """Write the entries of the draft head's cache that belong to the step's tokens."""
+        if self._draft_head is None or step.filled is None:
+            return
+        self._draft_head.fill(step.filled, self.batch, sampled)
+        if self._group is not None:
+            # as in `execute_model`: the blocks of all ranks are published when rank 0's step ends
+            self._group.all_reduce(step.hidden.new_zeros(1))
+        if not self._runtime.is_synchronous:
+            self.kv_written = self._runtime.event()
 
     def _with_late_rules(
         self, inputs: SampledInputs, grammar: GrammarOutput | None

@@ -46,8 +46,8 @@ class DraftScheduling:
         core = request.core
         if self._setting is None or core.transfer_source or core.pooling_params is not None:
             return 0
-        if core.mm_features and self._setting.draft_model is not None:
-            return 0  # the model that drafts sees no images
+        if core.mm_features and self._setting.reads_tokens_only:
+            return 0
         limit = self._setting.num_speculative_tokens
         return limit if core.speculative_tokens is None else min(limit, core.speculative_tokens)
 

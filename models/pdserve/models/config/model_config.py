@@ -14,6 +14,7 @@ import torch
 from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import SCALE_BYTES, BlockShape, KvLayout
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.kernels.state.state_spec import StateSpec as LayerStateSpec
@@ -33,6 +34,7 @@ from pdserve.models.kv_cache import (
     group_windows,
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
+from pdserve.models.layers.draft_head import DraftHead, DraftNames
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
@@ -40,7 +42,7 @@ from pdserve.models.weights.quantized.quantization_method import QuantizationMet
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
 
-_STATE = -1
+_STATE, _DRAFT = -1, -2
 """In place of a number of KV heads."""
 SILU = ("silu", "swish")
 """Two names of one activation."""
@@ -96,11 +98,13 @@ class ModelConfig:
     """The vision encoder; None: the model takes only text."""
     hybrid_kv_cache: bool = False
     """True: layers with a window and others are KV cache groups of their own, where that saves memory."""
+    has_draft_head: bool = False
+    """True: the model is loaded with its draft head, whose layer has the number `num_layers` and a KV cache group of its own."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Per layer: number of tokens that a token attends to, itself included; None: all."""
-        return self.family.sliding_windows
+        return self.family.sliding_windows + (None,) * self.has_draft_head
 
     @property
     def latent(self) -> LatentShape | None:
@@ -118,7 +122,7 @@ class ModelConfig:
         return self.family.states
 
     def has_state(self, layer: int) -> bool:
-        return self.states is not None and self.states.layers[layer]
+        return self.states is not None and layer < self.num_layers and self.states.layers[layer]
 
     def state_spec(self, layer: int) -> LayerStateSpec:
         """Of a layer with a state."""
@@ -165,23 +169,28 @@ class ModelConfig:
 
     def layer_kv_heads(self, layer: int) -> int:
         """KV heads of a layer, of all ranks."""
-        return self.family.layer_kv_heads[layer] if self.family.layer_kv_heads else self.num_kv_heads
+        if not self.family.layer_kv_heads or layer == self.num_layers:
+            return self.num_kv_heads
+        return self.family.layer_kv_heads[layer]
 
     def _shape_of(self, layer: int) -> int:
         """Equal for layers whose blocks have one shape."""
+        if layer == self.num_layers:
+            return _DRAFT
         return _STATE if self.has_state(layer) else self.layer_kv_heads(layer)
 
     @cached_property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each KV cache group: of equally many KV heads, and of one kind where windows are groups of their own."""
         shapes: dict[int, list[int]] = {}
-        for layer in range(self.num_layers):
+        for layer in range(self.num_layers + self.has_draft_head):
             shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
-        # layers with a state come last: routers learn only of the first group, which is to have every full block
-        for kind, layers in sorted(shapes.items(), key=lambda each: each[0] == _STATE):
+        # layers with a state come after others: routers learn only of the first group, which is to have every full block. That of
+        # the draft head is the last, since a worker may lack it
+        for kind, layers in sorted(shapes.items(), key=lambda each: max(0, -each[0])):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
-            if self.hybrid_kv_cache and kind != _STATE:
+            if self.hybrid_kv_cache and kind >= 0:
                 found = kv_cache_group_layers([self.sliding_windows[layer] for layer in layers])
             groups += [tuple(layers[place] for place in group) for group in found]
         return tuple(groups)
@@ -197,7 +206,7 @@ class ModelConfig:
         """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
         dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
         dimensions |= self.family.inner_sizes(self.intermediate_size)
-        for num_kv_heads in sorted({self.layer_kv_heads(layer) for layer in range(self.num_layers)}):
+        for num_kv_heads in sorted({self.layer_kv_heads(layer) for layer in range(len(self.sliding_windows))}):
             verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
 
     def kv_cache_groups(
@@ -211,7 +220,13 @@ class ModelConfig:
     @property
     def _group_shapes(self) -> list[int]:
         """Per KV cache group, the index of the shape of its blocks."""
-        shapes = [self._shape_of(layers[0]) for layers in self.kv_cache_group_layers]
+        groups = [(self._shape_of(layers[0]), layers) for layers in self.kv_cache_group_layers]
+        num_layers: dict[int, int] = {}
+        for kind, layers in groups:
+            num_layers[kind] = max(len(layers), num_layers.get(kind, 0))
+        # the draft head's layer has the heads of others, and their blocks where those have one layer, too
+        heads = [self.layer_kv_heads(layers[0]) if kind == _DRAFT else kind for kind, layers in groups]
+        shapes = [(of_group, num_layers[kind]) for of_group, (kind, _) in zip(heads, groups, strict=True)]
         return [list(dict.fromkeys(shapes)).index(each) for each in shapes]
 
     def _kv_cache_specs(self) -> list[KVCacheSpec]:
@@ -357,7 +372,9 @@ class FamilyLayers:
     other_model_types: ClassVar[frozenset[str]] = frozenset()
     """Of models with the code of this family."""
     has_draft_layers: ClassVar[bool] = False
-    """True: checkpoints may have layers after the last one, which draft tokens (multi-token prediction) and are not computed."""
+    """True: checkpoints may have layers after the last one, which draft tokens (multi-token prediction)."""
+    draft_names: ClassVar[DraftNames | None] = None
+    """Of the first of them, if it can be computed."""
     has_sinks: ClassVar[bool] = False
     """See `AttentionSpec.sinks`."""
     has_images: ClassVar[bool] = False
@@ -389,6 +406,32 @@ class FamilyLayers:
         found = re.match(r"model\.layers\.(\d+)\.", weight) if self.has_draft_layers else None
         return found is not None and int(found[1]) >= num_layers
 
+    def is_of_draft_head(self, weight: str, num_layers: int) -> bool:
+        """True for a weight that `load_draft_head` reads."""
+        names = self.draft_names
+        if names is None or not weight.startswith(names.prefix.format(num_layers) + "."):
+            return False
+        return weight not in [names.full(copy, num_layers) for copy in names.copies]
+
+    def load_draft_head(self, weights: WeightLoader, config: ModelConfig) -> DraftHead:
+        """Raises: ConfigError."""
+        names, hidden, number = self.draft_names, config.hidden_size, config.num_layers
+        if names is None:
+            raise ValueError(f"{type(self).__name__} has no draft head")
+
+        def norm(name: str) -> RmsNorm:
+            return self.load_norm(weights, f"{names.full(name, number)}.weight", config)
+
+        return DraftHead(
+            embedding_norm=norm(names.embedding_norm),
+            hidden_norm=norm(names.hidden_norm),
+            projection=make_linear(weights.matrix(names.full(names.projection, number), hidden, 2 * hidden)),
+            layer=self.load_layer(weights, config, number, names.full(names.layer, number)),
+            final_norm=norm(names.final_norm),
+            hidden_first=names.hidden_first,
+            passes_normed=names.passes_normed,
+        )
+
     def has_layer_sinks(self, layer: int) -> bool:
         """See `AttentionSpec.sinks`."""
         return self.has_sinks
@@ -397,9 +440,14 @@ class FamilyLayers:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
         return {self.intermediate_size_field: intermediate_size}
 
-    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
-        """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""
-        prefix = f"model.layers.{index}"
+    def load_layer(
+        self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
+    ) -> DecoderLayer:
+        """Read the weights of layer `index` by their names in the checkpoint. prefix: of these, if it is not that of its number.
+
+        Raises: ConfigError.
+        """
+        prefix = prefix or f"model.layers.{index}"
         attention = self.load_attention(weights, f"{prefix}.self_attn", config, index)
 
         def norm(name: str | None) -> RmsNorm | None:

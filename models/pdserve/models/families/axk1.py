@@ -24,6 +24,7 @@ class AXK1(DeepSeekV3):
     default_experts = ExpertShape(192, 8, 2048, num_groups=8, kept_groups=4, scale=2.5)
     default_dense_layers = 1
     may_lack_routing_bias = True
+    draft_names = None
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> AXK1:
@@ -40,8 +41,10 @@ class AXK1(DeepSeekV3):
         }
         return weight in unused or super().ignores(weight, num_layers)
 
-    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
-        layer = super().load_layer(weights, config, index)
+    def load_layer(
+        self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
+    ) -> DecoderLayer:
+        layer = super().load_layer(weights, config, index, prefix)
         if not self.sparse_layers[index]:
             return layer
         return replace(layer, mlp_post_norm=self.load_norm(weights, f"model.layers.{index}.{_POST_NORM}", config))

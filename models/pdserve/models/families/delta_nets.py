@@ -11,6 +11,7 @@ from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.state_shape import StateShape, state_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention
+from pdserve.models.layers.draft_head import DraftNames
 from pdserve.models.layers.gated_delta_net import GatedDeltaNet
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -26,6 +27,9 @@ class DeltaNets(ModelFamily):
     norm_offset = 1.0
     qk_norm = True
     gates_attention = True
+    draft_names = DraftNames(
+        "mtp", "layers.0", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", passes_normed=True
+    )
     splits_inputs: ClassVar[bool] = False
     """See `is_split` of `GatedDeltaNet.load`."""
 

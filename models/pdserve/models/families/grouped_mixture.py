@@ -12,6 +12,7 @@ from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import FeedForward
+from pdserve.models.layers.draft_head import DraftNames
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.routing import load_grouped_router
 from pdserve.models.layers.sparse_mlp import SparseMlp
@@ -37,6 +38,10 @@ class GroupedMixture(ModelFamily, ABC):
     routing: ClassVar[Mapping[str, tuple[str, ...]]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     """Fields that name the only routing that there is, with its names."""
     has_draft_layers = True
+    draft_names = DraftNames(
+        "model.layers.{}", "", "enorm", "hnorm", "eh_proj", "shared_head.norm",
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
+    )  # fmt: skip
     has_routing_bias: ClassVar[bool] = True
     """True: scores are sigmoids, and a bias corrects the choice."""
     may_lack_routing_bias: ClassVar[bool] = False
@@ -67,8 +72,12 @@ class GroupedMixture(ModelFamily, ABC):
         sizes = {} if all(self.sparse_layers) else super().inner_sizes(intermediate_size)
         return sizes | ({"moe_intermediate_size": self.experts.size} if any(self.sparse_layers) else {})
 
+    def has_experts(self, layer: int) -> bool:
+        """The draft head has them if any layer does."""
+        return self.sparse_layers[layer] if layer < len(self.sparse_layers) else any(self.sparse_layers)
+
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
-        if not self.sparse_layers[index]:
+        if not self.has_experts(index):
             return super().load_mlp(weights, prefix, config, index)
         experts, hidden, gate = self.experts, config.hidden_size, f"{prefix}.gate"
         router = load_grouped_router(

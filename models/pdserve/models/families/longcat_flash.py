@@ -103,9 +103,11 @@ class LongcatFlash(ModelFamily):
         found = re.match(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.", weight)
         return weight.startswith("model.mtp.") or (found is not None and int(found[1]) >= self.num_experts)
 
-    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+    def load_layer(
+        self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
+    ) -> DecoderLayer:
         layer, half = divmod(index, self.attentions_per_layer)
-        prefix, hidden = f"model.layers.{layer}", config.hidden_size
+        prefix, hidden = prefix or f"model.layers.{layer}", config.hidden_size
         return DecoderLayer(
             input_norm=self.load_norm(weights, f"{prefix}.input_layernorm.{half}.weight", config),
             attention=self.load_attention(weights, f"{prefix}.self_attn.{half}", config, index),

@@ -42,6 +42,7 @@ class MiMoV2(GroupedMixture):
     default_rms_norm_eps = 1e-5
     default_rope_theta = 5e6
     default_experts = ExpertShape(256, 8, 2048, num_shared=0)
+    draft_names = None
 
     value_dim: int
     value_scale: float

@@ -72,8 +72,12 @@ class Qwen3Moe(ModelFamily):
         sizes = {} if all(self.sparse_layers) else super().inner_sizes(intermediate_size)
         return sizes | ({"moe_intermediate_size": self.expert_size} if any(self.sparse_layers) else {})
 
+    def has_experts(self, layer: int) -> bool:
+        """A draft head has them if any layer does."""
+        return self.sparse_layers[layer] if layer < len(self.sparse_layers) else any(self.sparse_layers)
+
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
-        if not self.sparse_layers[index]:
+        if not self.has_experts(index):
             return super().load_mlp(weights, prefix, config, index)
         return self.load_experts(weights, prefix, config)
 

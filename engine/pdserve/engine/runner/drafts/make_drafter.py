@@ -18,12 +18,13 @@ def make_drafter(
     ops: LayerOps,
     before_layer: Callable[[], None] | None,
 ) -> Drafter | None:
-    """None without `speculative_config`. draft_model: of its `model`; None with another method.
+    """None without `speculative_config`, and with the draft head of the model, whose cache is the engine's. draft_model: of its
+    `model`; None with another method.
 
     Raises: AttentionBackendError if there is no such back end.
     """
     setting = config.speculative_config
-    if setting is None:
+    if setting is None or setting.has_draft_head:
         return None
     if setting.draft_model is None:
         image_token_id = None if config.encoder is None else config.encoder.image_token_id

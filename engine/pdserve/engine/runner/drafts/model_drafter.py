@@ -1,8 +1,6 @@
 """`ModelDrafter`: drafts the tokens that a smaller model of the same vocabulary predicts.
 
-The model samples with the noise and the parameters of the sequence itself, without its rules, so that at any temperature a draft is
-right wherever both models predict the same token. Its keys and values depend only on tokens: a row keeps those whose tokens are
-still its sequence's. So nothing is to be done when a sequence leaves the batch or comes back into another row, or when drafts were
+Its keys and values depend only on tokens: a row keeps those whose tokens are still its sequence's. So nothing is to be done when a sequence leaves the batch or comes back into another row, or when drafts were
 wrong; missing keys and values are computed, with at most `max_num_tokens` tokens per step.
 """
 
@@ -18,14 +16,12 @@ from torch import Tensor
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
+from pdserve.engine.runner.drafts.draft_sampler import DraftSampler, on_host
 from pdserve.engine.runner.inputs.step_inputs import attention_plans
-from pdserve.engine.sampling.placed_arrays import PlacedArrays
-from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layer_plans import LayerBackend
-from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.models.model_inputs import ModelInputs
 
 
@@ -61,7 +57,7 @@ class ModelDrafter:
         self._max_model_len = model.max_model_len
         self._max_num_tokens = max_num_tokens
         self._before_layer = before_layer
-        self._sampler = Sampler(ops.sample)
+        self._sampler = DraftSampler(model.decoder, ops)
         num_blocks, block_size = model.kv_caches[0].shape[0], model.kv_caches[0].shape[4]
         self._blocks = DraftBlocks(num_rows, model.max_model_len, num_blocks, block_size)
         self._computed_ids = np.zeros((num_rows, model.max_model_len), np.int64)
@@ -70,10 +66,9 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def propose(self, wanted: DraftRows) -> Sequence[Sequence[int]]:
-        drafts: list[list[int]] = [[] for _ in range(len(wanted.rows))]
         places, counts = self._scheduled(wanted)
         if not len(places):
-            return drafts
+            return [[] for _ in range(len(wanted.rows))]
         rows = wanted.rows[places]
         known = [
             self._take_known(row, count, wanted) for row, count in zip(rows.tolist(), counts.tolist(), strict=True)
@@ -88,9 +83,10 @@ class ModelDrafter:
             there = torch.from_numpy(goes_on).to(self._device)
             ones = np.ones(len(rows), np.int64)
             hidden = self._forward(rows, ones, sampled[-1][1][there]) if sampled else hidden[there]
-            sampled.append((places, self._sample(hidden, rows, len(sampled), wanted)))
+            sampled.append((places, self._sampler.sample(hidden, rows, len(sampled), wanted)))
             goes_on = np.flatnonzero(limits > len(sampled))
-        self._put(sampled, wanted, drafts)
+        drafts = on_host(sampled, len(wanted.rows))
+        self._keep(wanted, drafts)
         return drafts
 
     def _take_known(self, row: int, count: int, wanted: DraftRows) -> IntArray:
@@ -155,23 +151,8 @@ class ModelDrafter:
         self._num_computed[rows] += counts
         return hidden
 
-    def _sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
-        """`[R]` tokens after `number` drafts, on the device; hidden `[R, H]`."""
-        logits = self._model.compute_logits(hidden)
-        metadata: SamplingMetadata = wanted.parameters(rows, number)
-        packed_rows = None
-        if self._ops.sample is not None or self._device.type != "cpu":
-            parameters = torch.from_numpy(packed(metadata)).to(self._device)
-            packed_rows = PackedRows(parameters, SamplingStages.of(metadata, logits.shape[1]))
-        return self._sampler.launch(logits, metadata, PlacedArrays(), packed_rows).token_ids
-
-    def _put(self, sampled: list[tuple[IntArray, Tensor]], wanted: DraftRows, drafts: list[list[int]]) -> None:
-        """Copy the drafts to the host. All but the last of a row have keys and values."""
-        if not sampled:
-            return
-        token_ids: list[int] = torch.cat([tokens for _, tokens in sampled]).cpu().tolist()
-        places = np.concatenate([places for places, _ in sampled]).tolist()
-        for place, token_id in zip(places, token_ids, strict=True):
-            row = int(wanted.rows[place])
-            self._computed_ids[row, int(wanted.num_tokens[row]) + len(drafts[place])] = token_id
-            drafts[place].append(token_id)
+    def _keep(self, wanted: DraftRows, drafts: list[list[int]]) -> None:
+        """Note the drafts. All but the last of a row have keys and values."""
+        for row, of_row in zip(wanted.rows.tolist(), drafts, strict=True):
+            first = int(wanted.num_tokens[row])
+            self._computed_ids[row, first : first + len(of_row)] = of_row

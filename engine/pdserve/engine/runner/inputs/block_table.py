@@ -37,6 +37,10 @@ class BlockTable:
         """Drop the blocks after those of a row's first `num_tokens` tokens."""
         self._num_blocks[row] = min(self._num_blocks[row], -(-num_tokens // self._block_size))
 
+    def num_slots(self, rows: IntArray) -> IntArray:
+        """`[R]`: tokens for which the sequences in `rows` `[R]` have blocks."""
+        return self._num_blocks[rows] * self._block_size
+
     def keep_changes(self) -> None:
         """From now on, keep what is appended for `take_changes`."""
         self._changes = []

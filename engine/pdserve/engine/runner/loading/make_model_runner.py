@@ -10,6 +10,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.drafts.head_drafter import HeadDrafter
 from pdserve.engine.runner.drafts.make_drafter import make_drafter
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.model_runner import ModelRunner
@@ -18,10 +19,12 @@ from pdserve.engine.sampling.rank_samplers import ReceivingSampler, SharingSampl
 from pdserve.engine.sampling.sampler import Sampler, TokenSampler
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layer_plans import LayerBackend
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.kernels.state.state_backend import StateBackend
+from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import StateSpec
 
 
@@ -58,11 +61,15 @@ def make_model_runner(
         # ranks above 0 compute the drafts of rank 0
         is_first = group is None or group.rank == 0
         drafter = make_drafter(config, draft_model, ops, before_layer) if is_first else None
+        draft_head = None
+        if isinstance(model, Decoder) and model.draft_head is not None:
+            draft_head = HeadDrafter(
+                model, attention[-1], model.attention_specs[-1], ops, _sampler(ops, group),
+                drafts=config.speculative_config is not None, before_layer=before_layer,
+            )  # fmt: skip
+            drafter = draft_head
     except (AttentionBackendError, LayerOpsError) as error:
         raise ConfigError(str(error)) from error
-    sampler: TokenSampler = Sampler(ops.sample)
-    if group is not None:
-        sampler = SharingSampler(sampler, group) if group.rank == 0 else ReceivingSampler(group)
     return ModelRunner(
         config,
         model,
@@ -73,8 +80,16 @@ def make_model_runner(
         before_layer,
         logits_processors,
         lora=lora,
-        sampler=sampler,
+        sampler=_sampler(ops, group),
         drafter=drafter,
+        draft_head=draft_head,
         group=group,
         token_texts=token_texts,
     )
+
+
+def _sampler(ops: LayerOps, group: RankGroup | None) -> TokenSampler:
+    sampler: TokenSampler = Sampler(ops.sample)
+    if group is None:
+        return sampler
+    return SharingSampler(sampler, group) if group.rank == 0 else ReceivingSampler(group)

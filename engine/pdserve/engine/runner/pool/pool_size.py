@@ -21,8 +21,18 @@ _DYNAMIC = (
 
 
 def with_kv_cache_groups(config: ModelConfig, settings: WorkerSettings) -> ModelConfig:
-    """The configuration with one KV cache group per kind of layer; unchanged with `disable_hybrid_kv_cache_manager` or if the code
-    of `transformers` computes the model."""
+    """The configuration with one KV cache group per kind of layer, but not with `disable_hybrid_kv_cache_manager` or if the code of
+    `transformers` computes the model, and with one for the draft head where `speculative_config` says so.
+
+    Raises: ConfigError if there is no such head.
+    """
+    setting = settings.speculative_config
+    if setting is not None and setting.has_draft_head:
+        if config.family.draft_names is None or config.implementation:
+            raise ConfigError(
+                f"speculative_config.method is {setting.method!r}, and no draft head is read of {config.architecture}"
+            )
+        config = replace(config, has_draft_head=True)
     if settings.disable_hybrid_kv_cache_manager or config.implementation:
         return config
     return replace(config, hybrid_kv_cache=True)
