@@ -130,6 +130,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     group_windows: tuple[int, ...] = (0,)
     """Per group, tokens of its window, 0 for none. Which layers are a group follows from the model; a change of that rule raises
     `FORMAT`."""
+    draft_head: str = ""
+    """Names the draft head whose keys and values are the last group; empty: there is none. Workers whose heads differ, or of which
+    one has none, leave this group out of a transfer."""
 
     @property
     def place_bytes(self) -> int:
@@ -177,10 +180,33 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         order = TransferOrder.of(self.group_windows, num_tokens, self.block_size)
         return max(0, len(order) - order.number(num_cached))
 
+    def without_draft_head(self) -> KvLayout:
+        """The layout without the draft head's group."""
+        if not self.draft_head:
+            return self
+        group_shapes = self.group_shapes[:-1]
+        return msgspec.structs.replace(
+            self,
+            shapes=self.shapes[: max(group_shapes, default=0) + 1],
+            group_shapes=group_shapes,
+            group_windows=self.group_windows[:-1],
+            draft_head="",
+        )
+
+    def moved(self, *, without_draft_head: bool) -> KvLayout:
+        """The groups that a transfer moves."""
+        return self.without_draft_head() if without_draft_head else self
+
+    def has_draft_head_of(self, other: KvLayout) -> bool:
+        """True if both workers have the same draft head, or none: a transfer between them moves all groups."""
+        return self.draft_head == other.draft_head
+
     def differences(self, other: KvLayout) -> list[str]:
         """Reasons why blocks cannot be transferred between the two, one line each: `name: ours != theirs` for a field; empty if
-        they can. Ranks may differ in number if each side's ranks have equal parts of the heads.
+        they can. Ranks may differ in number if each side's ranks have equal parts of the heads. Draft heads may differ.
         """
+        if not self.has_draft_head_of(other):
+            return self.without_draft_head().differences(other.without_draft_head())
         found = _differing(self, other, ("shapes", *_OF_RANKS))
         if len(self.shapes) != len(other.shapes):
             found.append(f"shapes: {len(self.shapes)} != {len(other.shapes)}")

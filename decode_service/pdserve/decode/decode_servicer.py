@@ -60,6 +60,7 @@ class DecodeServicer:
             submission.request,
             submission.attempt,
             remote_prefill=remote,
+            without_draft_head=decode.source.without_draft_head,
             prefill_here=decode.prefill_here,
             local_prefill_tokens=decode.local_prefill_tokens if decode.HasField("local_prefill_tokens") else None,
         )
@@ -90,7 +91,14 @@ class DecodeServicer:
             raise InvalidRequest(
                 f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
             )
-        return SourceRef(source.worker_id, source.epoch, source.address, source.transfer_id, request.request_digest)
+        return SourceRef(
+            source.worker_id,
+            source.epoch,
+            source.address,
+            source.transfer_id,
+            request.request_digest,
+            request.without_draft_head,
+        )
 
 
 def _verify_samples(request: EngineCoreRequest) -> None:

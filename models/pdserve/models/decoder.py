@@ -185,7 +185,7 @@ class Decoder:
         return fused(residual, x, phases, of_layers, inputs.output_rows, inputs.before_layer)
 
     def draft(self, inputs: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`DraftHead.forward` of entries at `inputs.positions`, whose next tokens are `inputs.token_ids`; writes them into the cache.
+        """`DraftHead.forward` of entries at `inputs.positions`, before the tokens `inputs.token_ids`; writes them into the cache.
 
         hidden `[T, H]`: as of `DraftHead.forward`. Raises: RuntimeError without a draft head.
         """

@@ -40,7 +40,16 @@ class StateSpec:
     """As of `FullAttentionSpec`."""
 
 
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | StateSpec
+@dataclass(frozen=True, slots=True)
+class DraftHeadSpec:
+    """Keys and values that the draft head has of all tokens of a sequence. Always the last group, and left out of transfers to or
+    from a worker without this head."""
+
+    shape: int = 0
+    """As of `FullAttentionSpec`."""
+
+
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | StateSpec | DraftHeadSpec
 """The kind of a group: which keys and values, or states, of a sequence its layers need."""
 STATE_WINDOW = 2
 """The next token needs the block at the last one, as if it attended to that one and itself."""

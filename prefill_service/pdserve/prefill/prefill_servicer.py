@@ -67,7 +67,12 @@ class PrefillServicer:
     def begin_prefill(self, submission: Submission, call: StepCall) -> None:
         """Raises: as `RequestReader.request` and `EngineClient.verify`; InvalidRequest for a transfer that cannot be one."""
         prefill = submission.prefill
-        request = self.reader.request(submission.request, submission.attempt, transfer_source=bool(prefill.transfer_id))
+        request = self.reader.request(
+            submission.request,
+            submission.attempt,
+            transfer_source=bool(prefill.transfer_id),
+            without_draft_head=prefill.receiver.without_draft_head,
+        )
         if request.pooling_params is not None:
             raise InvalidRequest(
                 "request.pooling_params is given: embeddings are requested with `embed`", "pooling_params"
@@ -135,7 +140,8 @@ class PrefillServicer:
 
     def _expected(self, prefill: prefill_pb2.Prefill, request: EngineCoreRequest) -> ExpectedTransfer:
         num_tokens = len(request.given_token_ids)
-        order = TransferOrder.of(self.layout.group_windows, num_tokens, self.layout.block_size)
+        layout = self.layout.moved(without_draft_head=request.without_draft_head)
+        order = TransferOrder.of(layout.group_windows, num_tokens, layout.block_size)
         return ExpectedTransfer(
             transfer_id=prefill.transfer_id,
             request_id=request.request_id,
@@ -143,6 +149,7 @@ class PrefillServicer:
             request_digest=request.request_digest,
             lease_s=request.remaining_s,
             num_blocks=len(order),
+            draft_head=layout.draft_head,
         )
 
 

@@ -87,11 +87,14 @@ class Source(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     TRANSFER_ID_FIELD_NUMBER: builtins.int
+    WITHOUT_DRAFT_HEAD_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
     address: builtins.str
     """host:port of the source's gRPC services"""
     transfer_id: builtins.bytes
+    without_draft_head: builtins.bool
+    """the blocks of a draft head are not moved: the source has none, or another one"""
     def __init__(
         self,
         *,
@@ -99,8 +102,9 @@ class Source(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         address: builtins.str = ...,
         transfer_id: builtins.bytes = ...,
+        without_draft_head: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "epoch", b"epoch", "transfer_id", b"transfer_id", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "epoch", b"epoch", "transfer_id", b"transfer_id", "without_draft_head", b"without_draft_head", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Source: typing_extensions.TypeAlias = Source

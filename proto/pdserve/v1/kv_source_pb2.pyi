@@ -165,6 +165,7 @@ class KvLayout(google.protobuf.message.Message):
     SHAPES_FIELD_NUMBER: builtins.int
     GROUP_SHAPES_FIELD_NUMBER: builtins.int
     GROUP_WINDOWS_FIELD_NUMBER: builtins.int
+    DRAFT_HEAD_FIELD_NUMBER: builtins.int
     format: builtins.int
     """order of a block's bytes: common/kv_layout.py"""
     model_fingerprint: builtins.str
@@ -173,6 +174,8 @@ class KvLayout(google.protobuf.message.Message):
     tp_rank: builtins.int
     tp_size: builtins.int
     """ranks that share the heads"""
+    draft_head: builtins.str
+    """names the draft head whose keys and values are the last group; empty: there is none"""
     @property
     def shapes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockShape]:
         """of the blocks of KV cache groups"""
@@ -196,8 +199,9 @@ class KvLayout(google.protobuf.message.Message):
         shapes: collections.abc.Iterable[Global___BlockShape] | None = ...,
         group_shapes: collections.abc.Iterable[builtins.int] | None = ...,
         group_windows: collections.abc.Iterable[builtins.int] | None = ...,
+        draft_head: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "format", b"format", "group_shapes", b"group_shapes", "group_windows", b"group_windows", "model_fingerprint", b"model_fingerprint", "shapes", b"shapes", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "draft_head", b"draft_head", "format", b"format", "group_shapes", b"group_shapes", "group_windows", b"group_windows", "model_fingerprint", b"model_fingerprint", "shapes", b"shapes", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvLayout: typing_extensions.TypeAlias = KvLayout

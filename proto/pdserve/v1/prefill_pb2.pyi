@@ -98,15 +98,19 @@ class Receiver(google.protobuf.message.Message):
 
     WORKER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    WITHOUT_DRAFT_HEAD_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
+    without_draft_head: builtins.bool
+    """the blocks of a draft head are not moved: the receiver has none, or another one"""
     def __init__(
         self,
         *,
         worker_id: builtins.str = ...,
         epoch: builtins.int = ...,
+        without_draft_head: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "without_draft_head", b"without_draft_head", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Receiver: typing_extensions.TypeAlias = Receiver

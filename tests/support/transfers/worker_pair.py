@@ -146,8 +146,11 @@ def calls(
     """The prefill call and the decode call of one attempt, as a router makes them. at_d: default: the same request."""
     transfer_id = transfer_id or secrets.token_bytes(16)
     p, d = pair.p.identity, pair.d.identity
-    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.attach_address, transfer_id=transfer_id)
+    others = {"without_draft_head": not p.layout.has_draft_head_of(d.layout)}
+    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch, **others)
+    source = decode_pb2.Source(
+        worker_id=p.worker_id, epoch=p.epoch, address=p.attach_address, transfer_id=transfer_id, **others
+    )
     prefill = WorkerCall(pair.service(pair.p), "prefill", at_p, transfer_id=transfer_id, receiver=receiver)
     return prefill, decode_call(pair, at_p if at_d is None else at_d, source=source)
 

@@ -40,6 +40,8 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     """KV is received from another worker: the request waits in `WAITING_FOR_REMOTE_KVS` until it has landed."""
     transfer_source: bool = False
     """A transfer will read this request's blocks: they are published as they become final and pinned while wanted."""
+    without_draft_head: bool = False
+    """The transfer moves no blocks of a draft head, since source and receiver do not have the same one."""
     wanted_from: int | None = None
     """Source side, if `Want` has arrived already: the first block index that the receiver lacks."""
     resumable: bool = False

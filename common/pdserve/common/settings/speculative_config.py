@@ -20,9 +20,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: Literal["ngram", "draft_model", "mtp"] | None = None
     """`ngram`: what followed the last tokens of the sequence where they stand in it before. `draft_model`: what a smaller model of
-    the same vocabulary says. `mtp`: what the model's own draft head says (multi-token prediction); its keys and values are a KV cache
-    group, which a prefill worker with the same method computes for decode workers. Default: `draft_model` with `model`, else
-    `ngram`."""
+    the same vocabulary says. `mtp`: what the model's own draft head says (multi-token prediction), whose keys and values a prefill
+    worker with the same method computes for decode workers. Default: `draft_model` with `model`, else `ngram`."""
     model: str | None = None
     """Folder or name of the model that drafts, as `--model` takes it; with `draft_model` alone."""
     num_speculative_tokens: int

@@ -55,8 +55,8 @@ class RankLoop:
                 self._read()
                 grammar = None if late_req_ids is None else GrammarOutput(late_req_ids=late_req_ids)
                 self._unread = self.runner.sample_tokens(grammar)
-            case ReadRuns(num_tokens):
-                self._read(num_tokens)
+            case ReadRuns(num_tokens, drafts):
+                self._read(num_tokens, drafts=drafts)
             case CopyBlocks(kv_stores, kv_loads):
                 self._copy(SchedulerOutput(kv_stores=kv_stores, kv_loads=kv_loads))
             case EndLoads(load_ids):
@@ -98,8 +98,8 @@ class RankLoop:
         self._ended_loads.difference_update(load_ids)
         self._group.minimum(0)
 
-    def _read(self, num_tokens: Mapping[str, int] | None = None) -> None:
-        """num_tokens: `ReadRuns.num_tokens`."""
+    def _read(self, num_tokens: Mapping[str, int] | None = None, *, drafts: bool = False) -> None:
+        """Arguments: as of `ReadRuns`."""
         unread, self._unread = self._unread, None
         if unread is not None:
-            unread.result(num_tokens)
+            unread.result(num_tokens, drafts=drafts)

@@ -49,7 +49,7 @@ MoveBlocks = Callable[[socket.socket, StartRank, LoadedModel], None]
 def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | None) -> None:
     """Until the end of rank 0. Raises: the error that ended this rank."""
     transfers = _receive_socket(rank_0) if start.has_transfers else None
-    settings = start.settings
+    settings = start.settings_of_role()
     torch.set_num_threads(settings.num_threads)
     _pin(settings.cpu_core, start.rank, settings.num_threads)
     device = torch.device(rank_devices(settings)[start.rank])

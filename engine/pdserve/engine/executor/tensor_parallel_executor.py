@@ -25,7 +25,7 @@ from pdserve.engine.ranks.rank_messages import (
     WarmUp,
     without_sampling,
 )
-from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
@@ -93,14 +93,18 @@ class TensorParallelExecutor:
         self._is_unread = True
         return _RankZeroResult(self, pending, self._has_drafts)
 
-    def read(self, pending: StepResult, *, has_drafts: bool) -> ModelRunnerOutput:
+    def read(self, pending: PendingOutput, *, has_drafts: bool) -> ModelRunnerOutput:
         """Wait for a step. Which of its drafts stand depends on rules and errors that only this rank has."""
-        with _without_interrupts():
-            output = self._ranks.attempt(pending.result)
-            self._is_unread = False
-            if has_drafts:
+
+        def send_runs(output: ModelRunnerOutput) -> None:
+            if has_drafts or self.runner.ranks_draft:
                 added = zip(output.req_ids, output.sampled_token_ids, strict=True)
-                self._ranks.send(ReadRuns({req_id: len(token_ids) for req_id, token_ids in added}))
+                runs = {req_id: len(token_ids) for req_id, token_ids in added}
+                self._ranks.send(ReadRuns(runs, self.runner.ranks_draft))
+
+        with _without_interrupts():
+            output = self._ranks.attempt(lambda: pending.result(on_read=send_runs))
+            self._is_unread = False
         return output
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
@@ -139,7 +143,7 @@ class TensorParallelExecutor:
 
 
 class _RankZeroResult:
-    def __init__(self, executor: TensorParallelExecutor, pending: StepResult, has_drafts: bool) -> None:
+    def __init__(self, executor: TensorParallelExecutor, pending: PendingOutput, has_drafts: bool) -> None:
         self._executor = executor
         self._pending = pending
         self._has_drafts = has_drafts

@@ -26,10 +26,10 @@ from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Room
-from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, first_sent
+from pdserve.engine.kv_cache.single_type_kv_cache_manager import DraftHeadManager, RestingBlocks, first_sent
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import BlockCounts
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_windows
+from pdserve.models.kv_cache import DraftHeadSpec, FullAttentionSpec, KVCacheSpec, group_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,14 @@ class KVCacheManager:
         self.per_place = self.coordinator.by_shape([1] * len(specs))
         """Blocks of a place, one in each group."""
         self._group_windows = group_windows(specs)
+        moved = specs[:-1] if isinstance(specs[-1], DraftHeadSpec) else specs
+        self._moved_windows = group_windows(moved)
+        """Of the groups without that of a draft head."""
         self._hasher = hasher
         self._num_remembered: dict[str, int] = {}
         """Blocks at the beginning of each sequence that have entered the cache, or came from there; equal in all groups."""
+        self._without_drafts: set[str] = set()
+        """See `lacks_draft_entries`."""
         self._idle: OrderedDict[str, Request] = OrderedDict()
         """Sequences whose blocks may be taken, longest idle first."""
         self._copies: dict[str, list[tuple[KVCacheBlock, KVCacheBlock]]] = {}
@@ -291,6 +296,8 @@ class KVCacheManager:
         if copies:
             self._copies[other.request_id] = copies
         self._num_remembered[other.request_id] = num_full
+        if request.request_id in self._without_drafts:
+            self._without_drafts.add(other.request_id)
         return True
 
     @property
@@ -349,7 +356,17 @@ class KVCacheManager:
 
     def transfer_order(self, request: Request) -> TransferOrder:
         """The numbers of the blocks of a sequence's given tokens in a transfer."""
-        return TransferOrder.of(self._group_windows, request.num_given_tokens, self.block_size)
+        windows = self._moved_windows if request.core.without_draft_head else self._group_windows
+        return TransferOrder.of(windows, request.num_given_tokens, self.block_size)
+
+    def expect_received(self, request: Request) -> None:
+        """Note that a transfer fills the blocks of a sequence's given tokens."""
+        if request.core.without_draft_head and isinstance(self.coordinator.managers[-1], DraftHeadManager):
+            self._without_drafts.add(request.request_id)
+
+    def lacks_draft_entries(self, request: Request) -> bool:
+        """True if the draft head's blocks of a sequence's given tokens have not come with the others."""
+        return request.request_id in self._without_drafts
 
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
         """A hold on blocks with these numbers in a transfer; with one group, on `table[first_index : end_index]`."""
@@ -380,6 +397,7 @@ class KVCacheManager:
         for source, _ in self._copies.pop(request.request_id, ()):
             self.pool.release((source,))
         self._idle.pop(request.request_id, None)
+        self._without_drafts.discard(request.request_id)
         self._num_remembered.pop(request.request_id, None)
         for manager in self.coordinator.managers:
             manager.free(request)

@@ -13,7 +13,7 @@ from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlo
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import num_window_blocks
-from pdserve.models.kv_cache import STATE_WINDOW, KVCacheSpec, SlidingWindowSpec, StateSpec
+from pdserve.models.kv_cache import STATE_WINDOW, DraftHeadSpec, KVCacheSpec, SlidingWindowSpec, StateSpec
 
 RestingBlocks = tuple[tuple[KVCacheBlock, ...], tuple[int, ...]]
 """The blocks of a table without references, and their lives then."""
@@ -162,6 +162,14 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     """Layers that attend to the whole sequence."""
 
 
+class DraftHeadManager(SingleTypeKVCacheManager):
+    """The draft head's layer. A prompt whose blocks come without those of the head has none in this group, and the sequence is
+    not drafted: `NULL_BLOCK` takes their places."""
+
+    def num_skipped(self, request: Request, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.block_size if request.core.without_draft_head else 0
+
+
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Layers with a window: blocks outside it are freed before the next ones are allocated."""
 
@@ -292,6 +300,8 @@ def make_manager(
         return SlidingWindowManager(pool, block_size, group_id, spec.shape, window, step_tokens, is_alone=is_alone)
     if isinstance(spec, StateSpec):
         return StateManager(pool, block_size, group_id, spec.shape)
+    if isinstance(spec, DraftHeadSpec):
+        return DraftHeadManager(pool, block_size, group_id, spec.shape)
     return FullAttentionManager(pool, block_size, group_id, spec.shape)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.common.request.multimodal import without_pixels
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.engine.scheduler_output import RequestFailure, SchedulerOutput
 
 
@@ -32,6 +32,11 @@ class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The worker's role: `WorkerSettings.section`."""
     has_transfers: bool = False
     """A second socket follows, as a descriptor with one byte."""
+
+    def settings_of_role(self) -> WorkerSettings:
+        """The settings, of the worker's role."""
+        kinds = {kind.section: kind for kind in (WorkerSettings, PrefillSettings, DecodeSettings)}
+        return kinds[self.section](**{name: getattr(self.settings, name) for name in WorkerSettings.__struct_fields__})
 
 
 class NewEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -54,10 +59,12 @@ class SampleTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand."""
+    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand, or after which a draft head drafts."""
 
     num_tokens: dict[str, int]
     """req_id -> tokens that the step added to the sequence."""
+    drafts: bool
+    """True if rank 0 now drafts with the model's draft head, which all ranks share."""
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -79,8 +79,6 @@ class RankProcesses:
             started.result()
             store = Path(self._folder) / "store"
             common = WorkerSettings(**{name: getattr(settings, name) for name in WorkerSettings.__struct_fields__})
-            if settings.section == "prefill":
-                common = msgspec.structs.replace(common, speculative_config=None)  # prefill drafts nothing
             for place, peer in enumerate(self._sockets):
                 has_transfers = transfer_program is not None
                 start = StartRank(

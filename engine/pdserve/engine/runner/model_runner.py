@@ -79,14 +79,27 @@ class PendingOutput:
         self._arrays = arrays
         self._times = times
 
-    def result(self, num_tokens: Mapping[str, int] | None = None) -> ModelRunnerOutput:
-        """Wait for the step, at most once. num_tokens: as of `ModelRunner.read`."""
+    def result(
+        self,
+        num_tokens: Mapping[str, int] | None = None,
+        *,
+        drafts: bool = True,
+        on_read: Callable[[ModelRunnerOutput], None] | None = None,
+    ) -> ModelRunnerOutput:
+        """Wait for the step, at most once.
+
+        num_tokens: as of `ModelRunner.read`. drafts: False on a rank above 0, unless rank 0 drafts. on_read: called before anything
+        is drafted.
+        """
         self._times.ended.synchronize()
         if self._sampled is not None and self._arrays is not None:
             plan, sampled = self._sampled
             is_finite, *arrays = self._arrays.wait()
             self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output, num_tokens)
-            self._runner.draft(self._output)
+            if on_read is not None:
+                on_read(self._output)
+            if drafts:
+                self._runner.draft(self._output)
         self._output.compute_s = self._times.ended.seconds_since(self._times.started)
         self._output.stats = self._times.stats()
         return self._output
@@ -372,6 +385,11 @@ class ModelRunner:
         """Write the drafts of the next step into the result of the last one, unless the next one has begun."""
         if self.drafting is not None and self._step is None:
             self.drafting.propose(self.batch, result)
+
+    @property
+    def ranks_draft(self) -> bool:
+        """True if `draft` would compute with all ranks."""
+        return self.drafting is not None and self._draft_head is not None and self._step is None
 
     def _prompt_logprobs(
         self, hidden: Tensor, rows: IntArray, counts: IntArray, failed_requests: dict[str, PdServeError]

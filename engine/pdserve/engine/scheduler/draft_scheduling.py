@@ -48,6 +48,8 @@ class DraftScheduling:
             return 0
         if core.mm_features and self._setting.reads_tokens_only:
             return 0
+        if self._kv.lacks_draft_entries(request):
+            return 0
         limit = self._setting.num_speculative_tokens
         return limit if core.speculative_tokens is None else min(limit, core.speculative_tokens)
 

@@ -204,7 +204,7 @@ async def _one_stream(
                     answer = event.accepted
                     source = transfer.source
                     try:
-                        groups = accepted_groups(answer, receiving.layout)
+                        groups = accepted_groups(answer, _moved(transfer, receiving))
                     except TransferFailed as error:
                         transfer.fail(error)
                         return
@@ -268,6 +268,11 @@ async def _write(call: grpc.aio.StreamStreamCall[Any, Any], requests: _Requests)
         await call.done_writing()
 
 
+def _moved(transfer: ReceiverTransfer, receiving: ReceiverInfo) -> KvLayout:
+    """Layout of the groups that the transfer moves."""
+    return receiving.layout.moved(without_draft_head=transfer.source.without_draft_head)
+
+
 def accepted_groups(answer: kv_source_pb2.Accepted, layout: KvLayout) -> tuple[GroupSource, ...]:
     """The places of a source's head groups, and their targets here. layout: of this worker. Raises: TransferFailed."""
     named, num_heads = answer.head_groups, sum(shape.total_num_kv_heads for shape in layout.shapes)
@@ -322,7 +327,7 @@ def _open(transfer: ReceiverTransfer, receiving: ReceiverInfo) -> kv_source_pb2.
         source_epoch=transfer.source.epoch,
         receiver=receiver,
         request_digest=transfer.source.request_digest,
-        layout=layout_to_wire(receiving.layout),
+        layout=layout_to_wire(_moved(transfer, receiving)),
         digest_algorithms=receiving.digests.allowed(transfer.source.address),
         connectors=[name for name in receiving.connectors if name not in transfer.given_up],
         have=transfer.num_landed,

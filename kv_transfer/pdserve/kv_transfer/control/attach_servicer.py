@@ -218,7 +218,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another epoch of this worker")
         _verify_open(request)
-        groups = self._groups(request)
+        receiver_layout = layout_from_wire(request.layout)
+        groups = self._groups(receiver_layout)
         algorithm = self._digests.choose(request.digest_algorithms, peer_host(context.peer()))
         connector = self._connectors.choose(request.connectors)
         if connector is None:
@@ -226,19 +227,28 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             raise TransferFailed(f"no common connector: {here} here, {there or 'none'} there")
         receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
         transfer = await self._transfers.attach(
-            request.transfer_id, receiver, request.request_digest, stream, request.have, groups
+            request.transfer_id,
+            receiver,
+            request.request_digest,
+            stream,
+            request.have,
+            groups,
+            receiver_layout.draft_head,
         )
         self._agree_on_digest(transfer, algorithm, request, stream)
         return transfer, connector
 
-    def _groups(self, request: kv_source_pb2.Open) -> tuple[HeadGroup, ...]:
-        """The transfer's head groups; empty for whole blocks of one shape and one rank on both sides. Raises: LayoutMismatch."""
-        receiver = layout_from_wire(request.layout)
+    def _groups(self, receiver: KvLayout) -> tuple[HeadGroup, ...]:
+        """The transfer's head groups; empty for whole blocks of one shape and one rank on both sides. Raises: LayoutMismatch.
+
+        receiver: layout of the groups that it expects.
+        """
         if differences := self._layout.differences(receiver):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
         if self._layout.tp_size == receiver.tp_size == len(self._layout.shapes) == 1:
             return ()
-        return head_groups(self._layout, receiver)
+        source = self._layout.moved(without_draft_head=not self._layout.has_draft_head_of(receiver))
+        return head_groups(source, receiver)
 
     def _agree_on_digest(
         self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue

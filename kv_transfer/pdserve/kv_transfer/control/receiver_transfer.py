@@ -49,6 +49,8 @@ class SourceRef(msgspec.Struct, frozen=True, tag=True):
     address: str
     transfer_id: bytes
     request_digest: bytes
+    without_draft_head: bool = False
+    """True: the blocks of a draft head are not moved."""
 
 
 class ReceiverEvents(Protocol):

@@ -77,6 +77,8 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     """Number of the prompt's blocks that a receiver may want, the length of its `TransferOrder`; a `Want` beyond it fails the
     transfer."""
+    draft_head: str = ""
+    """`KvLayout.draft_head` of the groups that are moved, by which their blocks are numbered."""
 
 
 @dataclass(frozen=True, slots=True)

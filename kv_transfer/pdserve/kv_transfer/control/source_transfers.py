@@ -70,8 +70,10 @@ class SourceTransfers:
         stream: SourceStream,
         have: int,
         groups: tuple[HeadGroup, ...] = (),
+        draft_head: str = "",
     ) -> SourceTransfer:
         """Attach a receiver's control stream; waits for the prefill call if necessary. groups: empty for whole blocks of rank 0.
+        draft_head: whose blocks the receiver expects, too; empty: none.
 
         Raises: TransferFailed if the reference is stale, forged, of another receiver or another request (I8), or if no prefill call
         arrives within `attach_timeout_s`.
@@ -86,6 +88,10 @@ class SourceTransfers:
             raise TransferFailed(f"the transfer is for another receiver, not for {receiver}")
         if request_digest != transfer.expected.request_digest:
             raise TransferFailed("the transfer is of another request: the digests differ")
+        if draft_head != transfer.expected.draft_head:
+            # blocks would have other numbers at both ends
+            here, there = transfer.expected.draft_head or "none", draft_head[:64] or "none"
+            raise TransferFailed(f"the transfer moves the blocks of another draft head: {here} here, {there} there")
         if transfer.has_ended:
             raise AttachedTooLate("the transfer has ended")
         transfer.divide(groups)

@@ -26,6 +26,7 @@ from pdserve.models.config.state_shape import StateShape
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import (
+    DraftHeadSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -236,6 +237,9 @@ class ModelConfig:
             if self.has_state(layers[0]):
                 specs.append(StateSpec(shape))
                 continue
+            if layers[0] == self.num_layers:
+                specs.append(DraftHeadSpec(shape))
+                continue
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
             is_windowed = len(windows) == len(layers)
             specs.append(SlidingWindowSpec(max(windows), shape) if is_windowed else FullAttentionSpec(shape))
@@ -284,6 +288,7 @@ class ModelConfig:
             shapes=tuple(shapes),
             group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
+            draft_head="mtp" if self.has_draft_head else "",
         )
 
     def _state_block(self, num_layers: int, shard: RankShard) -> BlockShape:

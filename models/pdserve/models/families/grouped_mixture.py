@@ -38,7 +38,7 @@ class GroupedMixture(ModelFamily, ABC):
     routing: ClassVar[Mapping[str, tuple[str, ...]]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     """Fields that name the only routing that there is, with its names."""
     has_draft_layers = True
-    draft_names = DraftNames(
+    draft_names: ClassVar[DraftNames | None] = DraftNames(
         "model.layers.{}", "", "enorm", "hnorm", "eh_proj", "shared_head.norm",
         copies=("embed_tokens.weight", "shared_head.head.weight"),
     )  # fmt: skip

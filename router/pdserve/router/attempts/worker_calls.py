@@ -123,6 +123,7 @@ class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
         prefill = prefill_pb2.Prefill(transfer_id=transfer_id)
         if receiver is not None:
             prefill.receiver.worker_id, prefill.receiver.epoch = receiver.key
+            prefill.receiver.without_draft_head = not worker.identity.layout.has_draft_head_of(receiver.identity.layout)
         is_bulk = _has_large_answer(request)
         super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, prefill=prefill)
 
@@ -146,6 +147,7 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
             decode.source.worker_id, decode.source.epoch = source.key
             decode.source.address = source.identity.attach_address
             decode.source.transfer_id = transfer_id
+            decode.source.without_draft_head = not worker.identity.layout.has_draft_head_of(source.identity.layout)
         reader = DecodeReader(request, worker.identity.vocab_size)
         is_bulk = _has_large_answer(request)
         super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, decode=decode)

@@ -78,6 +78,10 @@ def _verify_layout(layout: KvLayout) -> None:
     _within(
         "the number of group_windows", len(layout.group_windows), len(layout.group_shapes), len(layout.group_shapes)
     )
+    if layout.draft_head:
+        if not _FINGERPRINT.fullmatch(layout.draft_head):
+            raise _wrong("draft_head", layout.draft_head, "1 to 64 letters or digits are needed")
+        _within("the number of group_shapes with a draft_head", len(layout.group_shapes), 2, MAX_GROUPS)
     _within("the number of shapes", len(layout.shapes), 1, len(layout.group_shapes))
     for number in layout.group_shapes:
         _within("group_shapes", number, 0, len(layout.shapes) - 1)

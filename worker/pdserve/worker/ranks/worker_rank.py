@@ -12,9 +12,11 @@ import socket
 import sys
 import threading
 
+import msgspec
+
 from pdserve.common.net.tls_renewal import TlsRenewal
 from pdserve.common.processes.shared_interpreter import share_interpreter
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.executor.rank_process import main
 from pdserve.engine.ranks.rank_messages import StartRank
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
@@ -25,11 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def rank_settings(start: StartRank) -> WorkerSettings:
-    """The worker's settings in the class of its role, which determines the certificates, and with the rank's data port if that is
-    fixed."""
-    kind = PrefillSettings if start.section == PrefillSettings.section else DecodeSettings
-    fields = {name: getattr(start.settings, name) for name in WorkerSettings.__struct_fields__}
-    return kind(**fields | {"data_port": start.settings.data_port and start.settings.data_port + start.rank})
+    """The worker's settings, with the rank's data port if that is fixed. Its role determines the certificates."""
+    settings = start.settings_of_role()
+    return msgspec.structs.replace(settings, data_port=settings.data_port and settings.data_port + start.rank)
 
 
 def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) -> None:

@@ -1,7 +1,8 @@
 """`ModelDrafter`: drafts the tokens that a smaller model of the same vocabulary predicts.
 
-Its keys and values depend only on tokens: a row keeps those whose tokens are still its sequence's. So nothing is to be done when a sequence leaves the batch or comes back into another row, or when drafts were
-wrong; missing keys and values are computed, with at most `max_num_tokens` tokens per step.
+Its keys and values depend only on tokens: a row keeps those whose tokens are still its sequence's. So nothing is to be done when a
+sequence leaves the batch or comes back into another row, or when drafts were wrong; missing keys and values are computed, with at
+most `max_num_tokens` tokens per step.
 """
 
 from __future__ import annotations

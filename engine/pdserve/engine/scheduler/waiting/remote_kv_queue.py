@@ -143,6 +143,7 @@ class RemoteKvQueue:
             self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
             request.num_cached_tokens = num_places * self._config.block_size if in_host else num_in_pool
             request.mark("kv_reserved")
+            self._kv.expect_received(request)
             order = self._kv.transfer_order(request)
             first = order.number(num_places)
             hold = self._holds.out(self._kv.hold(request, first, len(order)))

@@ -1,0 +1,129 @@
+"""A draft head's blocks through a prefill and a decode worker: decode drafts as one worker would, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pdserve.common.settings.speculative_config import SpeculativeConfig
+from pdserve.common.transfer_order import TransferOrder
+from pdserve.engine.ranks import rank_processes
+from pdserve.engine.runner.drafts.head_drafter import HeadDrafter
+from pdserve.engine.speculation.drafter import DraftRows
+from tests.support.engine.forked_engine import start_rank
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.draft_heads import DraftHeadModel
+from tests.support.models.oracle import Oracle
+from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
+
+FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched_tokens": 32}
+LENGTHS = (5, 16, 17, 70, 100)
+
+
+def head(num_tokens: int) -> dict[str, Any]:
+    return {"speculative_config": SpeculativeConfig(method="mtp", num_speculative_tokens=num_tokens)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DraftHeadModel:
+    return DraftHeadModel(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: DraftHeadModel) -> Oracle:
+    return Oracle(model.folder)
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """(known tokens, drafts after them), of all steps."""
+    found = []
+    propose = HeadDrafter.propose
+
+    def noted(self: HeadDrafter, wanted: DraftRows) -> Sequence[Sequence[int]]:
+        drafts = propose(self, wanted)
+        for row, of_row in zip(wanted.rows.tolist(), drafts, strict=True):
+            found.append((wanted.token_ids[row, : wanted.num_tokens[row]].tolist(), list(of_row)))
+        return drafts
+
+    monkeypatch.setattr(HeadDrafter, "propose", noted)
+    return found
+
+
+def num_sent(length: int, num_groups: int) -> int:
+    return len(TransferOrder.of((0,) * num_groups, length, BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("connector", ["tcp", "nixl"])
+@pytest.mark.parametrize("at_p", [1, 3])
+async def test_decode_drafts_as_one_worker(
+    model: DraftHeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], connector: str, at_p: int
+) -> None:
+    """From its first step on, whatever number of tokens the prefill worker would draft."""
+    if connector == "nixl":
+        pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+    async with running_pair(model.folder, connector=connector, prefill=head(at_p), decode=head(2), **FIELDS) as pair:
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            drafted.clear()
+            answer = await ask(pair, prompt, sampling_params=_params())
+            oracle.check(prompt, answer.token_ids)
+            assert answer.num_landed == num_sent(length, 2)
+            firsts = [known for known, _ in drafted]
+            assert firsts[0] == [*prompt, *answer.token_ids[:2]], "the first step after the hand-over drafts"
+            for known, drafts in drafted:
+                assert drafts
+                assert drafts == model.drafts(known, len(drafts))
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+@pytest.mark.parametrize("has_head", ["p", "d"])
+async def test_a_worker_without_the_head(
+    model: DraftHeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], has_head: str
+) -> None:
+    """Its blocks are not moved. Decode does not draft then, but drafts what it computes itself."""
+    fields: dict[str, Any] = {"prefill" if has_head == "p" else "decode": head(2)}
+    async with running_pair(model.folder, **fields, **FIELDS) as pair:
+        assert not pair.p.identity.layout.differences(pair.d.identity.layout)
+        drafted.clear()  # what the workers tried at their start
+        for length in LENGTHS:
+            for _ in range(2):  # the second time blocks are cached here, those of the head are not
+                answer = await ask(pair, prompt_of(length), sampling_params=_params())
+                oracle.check(prompt_of(length), answer.token_ids)
+            assert answer.num_landed == num_sent(length, 1) - length // BLOCK_SIZE
+        assert not any(drafts for _, drafts in drafted)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+def _params() -> Any:
+    from pdserve.common.request.sampling_params import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=["1:2", "2:1", "2:2"])
+async def test_ranks(
+    model: DraftHeadModel,
+    oracle: Oracle,
+    drafted: list[tuple[list[int], list[int]]],
+    ranks: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_processes, "start_program", start_rank)
+    at_p, at_d = ({**head(2), "tensor_parallel_size": size} for size in ranks)
+    async with running_pair(model.folder, prefill=at_p, decode=at_d, **FIELDS) as pair:
+        drafted.clear()
+        for length in LENGTHS:
+            answer = await ask(pair, prompt_of(length), sampling_params=_params())
+            oracle.check(prompt_of(length), answer.token_ids)
+            assert answer.num_landed == num_sent(length, 2)
+        assert len(drafted) > 20
+        for known, drafts in drafted:
+            assert drafts
+            assert drafts == model.drafts(known, len(drafts))
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
