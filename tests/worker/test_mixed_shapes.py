@@ -33,7 +33,13 @@ class Model(NamedTuple):
         return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(scope="module", params=["mixed", "states", "delta", pytest.param("mamba", marks=pytest.mark.slow)])
+SCANS = {"granite": "granitemoehybrid", "nemotron": "nemotron_h"}
+"""Heads of one group, and of two; of the second some layers end with their mixer."""
+
+
+@pytest.fixture(
+    scope="module", params=["mixed", "states", "delta", *(pytest.param(name, marks=pytest.mark.slow) for name in SCANS)]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Layers with a window have twice the KV heads of others, or a state in place of keys and values."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -43,7 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return Model(make_state_model(folder), Oracle(folder), (0, STATE_WINDOW), (2, 4))
     if request.param == "delta":
         return Model(make_state_model(folder, "qwen3_next"), Oracle(folder), (0, STATE_WINDOW), (2, 2))
-    return Model(make_state_model(folder, "granitemoehybrid"), Oracle(folder), (0, STATE_WINDOW), (2, 8))
+    return Model(make_state_model(folder, SCANS[request.param]), Oracle(folder), (0, STATE_WINDOW), (2, 8))
 
 
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])

@@ -25,6 +25,7 @@ from pdserve.models.families.minimax_m2 import MiniMaxM2
 from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.mixtral import Mixtral
+from pdserve.models.families.nemotron_h import NemotronH
 from pdserve.models.families.olmo2 import Olmo2
 from pdserve.models.families.olmoe import Olmoe
 from pdserve.models.families.phi3 import Phi3
@@ -66,6 +67,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "MinistralForCausalLM": Ministral,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "NemotronHForCausalLM": NemotronH,
     "Olmo2ForCausalLM": Olmo2,
     "OlmoeForCausalLM": Olmoe,
     "Phi3ForCausalLM": Phi3,
@@ -96,7 +98,7 @@ BODIES: Mapping[str, str] = {
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
     "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
-    "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
+    "MiMoV2Flash", "MiniMaxM2", "NemotronH", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {

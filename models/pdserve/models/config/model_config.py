@@ -40,6 +40,8 @@ from pdserve.models.weights.quantized.quantization_method import QuantizationMet
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
 
+MAX_LAYERS = 4096
+"""Of config.json: an upper limit that no known model reaches."""
 _STATE = -1
 """In place of a number of KV heads."""
 SILU = ("silu", "swish")
@@ -366,6 +368,8 @@ class FamilyLayers:
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False
     """True: `gate_up_proj` holds gate and up."""
+    published_prefix: ClassVar[str | None] = None
+    """Of the body's weights in published checkpoints, in place of `model.`; None: that is theirs."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"
@@ -433,7 +437,7 @@ class FamilyLayers:
         return weights.norm(name, config.hidden_size, config.rms_norm_eps, self.norm_offset)
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
-        """The part of layer `index` that follows the attention. Raises: ConfigError."""
+        """The part of layer `index` that follows the attention, in a layer that has one. Raises: ConfigError."""
         return GatedMlp.load(
             weights, prefix, config.hidden_size, config.intermediate_size,
             bias=self.mlp_bias, activation=self.activations[0], is_fused=self.has_fused_mlp,
@@ -448,6 +452,11 @@ class ModelFamily(FamilyLayers, ABC):
     @abstractmethod
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
+
+    @classmethod
+    def read_num_layers(cls, config: JsonObject) -> int:
+        """Layers here, each with one attention. Raises: ConfigError."""
+        return config.integer(cls.layers_field, maximum=MAX_LAYERS) * cls.attentions_per_layer
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
