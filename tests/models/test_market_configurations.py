@@ -148,6 +148,9 @@ ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+KDA: dict[str, Any] = {
+    "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 3], "full_attn_layers": [4],
+}  # fmt: skip
 SCANS: dict[str, Any] = {
     "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2,
     "chunk_size": 128, "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_hidden_act": "relu2", "use_conv_bias": True,
@@ -246,6 +249,16 @@ LOADS |= {
         "NemotronHForCausalLM", "nemotron_h", **SCANS, num_hidden_layers=6, hybrid_override_pattern="M-MM*-", time_step_rank=8,
         time_step_limit=[0.0, float("inf")], attention_head_dim=16,
     ),
+    "delta attention, latent attention, experts": {
+        name: value for name, value in text("KimiLinearForCausalLM", "kimi_linear").items() if name != "max_position_embeddings"
+    } | {
+        "num_hidden_layers": 4, "model_max_length": 4096, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 18,
+        "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "mla_use_nope": True, "rope_scaling": None, "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1,
+        "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "routed_scaling_factor": 2.446,
+        "moe_intermediate_size": 32, "num_nextn_predict_layers": 0, "linear_attn_config": KDA,
+    },
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),
@@ -259,8 +272,23 @@ LOADS |= {
     },
 }  # fmt: skip
 NEEDS: dict[str, tuple[dict[str, Any], str]] = {
-    "Kimi delta attention": (
-        wrapped("KimiK3ForConditionalGeneration", "kimi_k3", EXPERTS), "needs Kimi delta attention, and a vision encoder of its own"
+    "attention residuals": (
+        wrapped("KimiK3ForConditionalGeneration", "kimi_k3", EXPERTS), "needs attention residuals, and a vision encoder of its own"
+    ),
+    "a layer of two kinds": (
+        text("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=KDA | {"full_attn_layers": [3, 4]}),
+        "linear_attn_config: kda_layers must be with full_attn_layers each number from 1 to 2 once",
+    ),
+    "two names of a field": (
+        text("KimiLinearForCausalLM", "kimi_linear", model_max_length=8192),
+        "max_position_embeddings must be as model_max_length (8192), not 4096",
+    ),
+    "a bound of decays": (
+        text("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=KDA | {"gate_lower_bound": -5.0}),
+        "linear_attn_config: gate_lower_bound is -5.0",
+    ),
+    "latent attention that rotates next to delta attention": (
+        text("KimiLinearForCausalLM", "kimi_linear", mla_use_nope=False), "mla_use_nope must be true"
     ),
     "state spaces": (
         text("JambaForCausalLM", "jamba", attn_layer_period=2, attn_layer_offset=1), "another state than keys and values",

@@ -70,6 +70,8 @@ def test_logits_of_all_ranks_together_are_those_of_transformers(
         ("granitemoehybrid", 2),
         ("granitemoehybrid", 4),
         ("bamba", 2),
+        ("kimi_linear", 2),
+        ("kimi_linear", 4),
         ("nemotron_h", 2),
         ("nemotron_h", 4),
     ],
@@ -96,6 +98,7 @@ def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, pa
         ("qwen3_next", 4, r"linear_num_key_heads \(2\)"),
         ("granitemoehybrid", 16, r"num_attention_heads \(4\)"),
         ("nemotron_h", 8, r"num_attention_heads \(4\)"),
+        ("kimi_linear", 8, r"num_attention_heads \(4\)"),
     ],
 )
 def test_heads_of_states_are_divided_evenly(family: str, size: int, named: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     config = language_config(JsonObject.of_model(folder))
     named, architecture = _architecture(config)
     family = FAMILIES[architecture]
+    config = config.with_names(family.field_names)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     intermediate_size = config.integer(family.intermediate_size_field, maximum=_MAX_WIDTH)
     num_layers = family.read_num_layers(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -324,6 +325,8 @@ class FamilyLayers:
     own_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of config.json that `read` reads, without those of all families. `config/config_fields.py` refuses every other field
     that changes the computation."""
+    field_names: ClassVar[Mapping[str, str]] = {}
+    """Fields that the family has by other names -> those names."""
     layers_field: ClassVar[str] = "num_hidden_layers"
     attentions_per_layer: ClassVar[int] = 1
     """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""

@@ -37,6 +37,7 @@ class GroupedMixture(ModelFamily, ABC):
     routing: ClassVar[Mapping[str, tuple[str, ...]]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     """Fields that name the only routing that there is, with its names."""
     has_draft_layers = True
+    expert_projections: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     has_routing_bias: ClassVar[bool] = True
     """True: scores are sigmoids, and a bias corrects the choice."""
     may_lack_routing_bias: ClassVar[bool] = False
@@ -82,5 +83,6 @@ class GroupedMixture(ModelFamily, ABC):
             size = experts.num_shared * experts.size
             shared = GatedMlp.load(weights, f"{prefix}.shared_experts", hidden, size, bias=self.mlp_bias)
         return SparseMlp.load(
-            weights, prefix, hidden, experts.size, num_experts=experts.num_experts, router=router, shared=shared
-        )
+            weights, prefix, hidden, experts.size, num_experts=experts.num_experts, router=router, shared=shared,
+            projections=self.expert_projections,
+        )  # fmt: skip
