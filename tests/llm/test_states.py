@@ -28,10 +28,10 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.fixture(scope="module")
-def delta(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
-    """Three of four layers have a matrix per head."""
-    folder = make_state_model(tmp_path_factory.mktemp("delta"), "qwen3_next")
+@pytest.fixture(scope="module", params=["qwen3_next", "kimi_linear"])
+def delta(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """Three of four layers have a matrix per head; the fourth has keys and values, or latent rows."""
+    folder = make_state_model(tmp_path_factory.mktemp("delta"), request.param)
     return folder, Oracle(folder)
 
 
@@ -62,6 +62,10 @@ def test_greedy_texts_with_delta_nets(delta: tuple[Path, Oracle], options: dict[
 def test_forks(folder: Path, oracle: Oracle) -> None:
     """A partial block of each shape is copied."""
     check_forks(folder, oracle)
+
+
+def test_forks_with_delta_nets(delta: tuple[Path, Oracle]) -> None:
+    check_forks(*delta)
 
 
 def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path) -> None:

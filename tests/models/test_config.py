@@ -20,6 +20,7 @@ from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.models.checkpoints import ARCHITECTURES, edit_json, make_checkpoint
+from tests.support.models.family_checkpoints import cases, make_family
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -283,6 +284,13 @@ def test_a_config_of_several_megabytes(tmp_path: Path) -> None:
     assert ImageProcessor.from_folder(folder) is None
     assert AudioProcessor.from_folder(folder) is None
     assert model_len_of(folder) == read_config(folder).max_position_embeddings
+
+
+@pytest.mark.parametrize("field", ["max_position_embeddings", "model_max_length"])
+def test_the_length_of_a_model_by_each_name(field: str, tmp_path: Path) -> None:
+    make_family(tmp_path, "kimi_linear", cases("kimi_linear")[0])
+    edit_json(tmp_path / "config.json", **{"model_max_length": ..., field: 200_000})
+    assert model_len_of(tmp_path) == read_config(tmp_path).max_position_embeddings == 200_000
 
 
 def test_the_length_of_a_model_whose_config_cannot_be_read_is_a_guess(tmp_path: Path) -> None:

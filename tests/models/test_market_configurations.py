@@ -148,6 +148,17 @@ ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+KDA: dict[str, Any] = {
+    "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 3], "full_attn_layers": [4],
+}  # fmt: skip
+SCANS: dict[str, Any] = {
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 16, "conv_kernel": 4, "expand": 2,
+    "chunk_size": 128, "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_hidden_act": "relu2", "use_conv_bias": True,
+    "use_bias": False, "mlp_bias": False, "attention_bias": False, "time_step_min": 0.001, "time_step_max": 0.1,
+    "time_step_floor": 0.0001, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5, "rescale_prenorm_residual": True,
+    "residual_in_fp32": False, "use_mamba_kernels": True, "num_logits_to_keep": 1, "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
 LOADS |= {
     "norms over all heads, fp8 in blocks": text(
         "MiniMaxM2ForCausalLM", "minimax_m2", num_local_experts=8, num_experts_per_tok=2, rotary_dim=8, use_qk_norm=True,
@@ -220,6 +231,34 @@ LOADS |= {
         mamba_d_conv=4, mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, attn_layer_indices=[1],
         attn_rotary_emb=8, mlp_bias=False, attention_bias=False, num_logits_to_keep=1, rope_scaling=None,
     ),
+    "selective scans, experts without gates": text(
+        "NemotronHForCausalLM", "nemotron_h", **SCANS, num_hidden_layers=7, hybrid_override_pattern="MEM*EME", n_routed_experts=8,
+        n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64, n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, norm_eps=1e-5, quantization_config=NVFP4,
+    ),
+    "selective scans, experts in a latent size, draft layers": {
+        name: value for name, value in text("NemotronHForCausalLM", "nemotron_h", **SCANS).items() if name != "num_hidden_layers"
+    } | {
+        "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"], "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 32,
+        "moe_shared_expert_overlap": False, "num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"],
+        "routed_scaling_factor": 5.0, "time_step_limit": [0.0, 1e308], "mamba_ssm_cache_dtype": "float32",
+        "quantization_config": PER_TENSOR,
+    },
+    "selective scans, MLPs without gates": text(
+        "NemotronHForCausalLM", "nemotron_h", **SCANS, num_hidden_layers=6, hybrid_override_pattern="M-MM*-", time_step_rank=8,
+        time_step_limit=[0.0, float("inf")], attention_head_dim=16,
+    ),
+    "delta attention, latent attention, experts": {
+        name: value for name, value in text("KimiLinearForCausalLM", "kimi_linear").items() if name != "max_position_embeddings"
+    } | {
+        "num_hidden_layers": 4, "model_max_length": 4096, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 18,
+        "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "mla_use_nope": True, "rope_scaling": None, "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1,
+        "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "routed_scaling_factor": 2.446,
+        "moe_intermediate_size": 32, "num_nextn_predict_layers": 0, "linear_attn_config": KDA,
+    },
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),
@@ -233,12 +272,38 @@ LOADS |= {
     },
 }  # fmt: skip
 NEEDS: dict[str, tuple[dict[str, Any], str]] = {
-    "Kimi delta attention": (
-        wrapped("KimiK3ForConditionalGeneration", "kimi_k3", EXPERTS), "needs Kimi delta attention, and a vision encoder of its own"
+    "attention residuals": (
+        wrapped("KimiK3ForConditionalGeneration", "kimi_k3", EXPERTS), "needs attention residuals, and a vision encoder of its own"
+    ),
+    "a layer of two kinds": (
+        text("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=KDA | {"full_attn_layers": [3, 4]}),
+        "linear_attn_config: kda_layers must be with full_attn_layers each number from 1 to 2 once",
+    ),
+    "two names of a field": (
+        text("KimiLinearForCausalLM", "kimi_linear", model_max_length=8192),
+        "max_position_embeddings must be as model_max_length (8192), not 4096",
+    ),
+    "a bound of decays": (
+        text("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=KDA | {"gate_lower_bound": -5.0}),
+        "linear_attn_config: gate_lower_bound is -5.0",
+    ),
+    "latent attention that rotates next to delta attention": (
+        text("KimiLinearForCausalLM", "kimi_linear", mla_use_nope=False), "mla_use_nope must be true"
     ),
     "state spaces": (
-        text("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="M*", mamba_num_heads=4, mamba_head_dim=16, n_groups=1),
-        "another state than keys and values",
+        text("JambaForCausalLM", "jamba", attn_layer_period=2, attn_layer_offset=1), "another state than keys and values",
+    ),
+    "an MLP after an MLP": (
+        text("NemotronHForCausalLM", "nemotron_h", **SCANS, num_hidden_layers=4, hybrid_override_pattern="M-E*"),
+        "layer 2 (moe) follows no layer with attention or a state",
+    ),
+    "a pattern of another length": (
+        text("NemotronHForCausalLM", "nemotron_h", **SCANS, num_hidden_layers=3, hybrid_override_pattern="M-*-"),
+        "num_hidden_layers must be the number of layers of hybrid_override_pattern (4), not 3",
+    ),
+    "a limit of steps": (
+        text("NemotronHForCausalLM", "nemotron_h", **SCANS, hybrid_override_pattern="M*", time_step_limit=[0.001, 0.1]),
+        "time_step_limit other than 0 and infinity",
     ),
     "an index of keys": (text("GlmMoeDsaForCausalLM", "glm_moe_dsa", n_routed_experts=8), "indexed_attention"),
     "chunks": (

@@ -70,10 +70,14 @@ def test_logits_of_all_ranks_together_are_those_of_transformers(
         ("granitemoehybrid", 2),
         ("granitemoehybrid", 4),
         ("bamba", 2),
+        ("kimi_linear", 2),
+        ("kimi_linear", 4),
+        ("nemotron_h", 2),
+        ("nemotron_h", 4),
     ],
 )
 def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, paged_run: Callable[..., Any]) -> None:
-    """Granite's heads are one group, which all ranks share: its norm is over all of them."""
+    """Granite's heads are one group, which all ranks share: its norm is over all of them. Four ranks share two of Nemotron-H."""
     model = make_family(tmp_path, family, cases(family)[0])
     tokens = random.Random(0).choices(range(VOCAB_SIZE), k=40)
 
@@ -90,7 +94,12 @@ def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, pa
 
 @pytest.mark.parametrize(
     ("family", "size", "named"),
-    [("qwen3_next", 4, r"linear_num_key_heads \(2\)"), ("granitemoehybrid", 16, r"num_attention_heads \(4\)")],
+    [
+        ("qwen3_next", 4, r"linear_num_key_heads \(2\)"),
+        ("granitemoehybrid", 16, r"num_attention_heads \(4\)"),
+        ("nemotron_h", 8, r"num_attention_heads \(4\)"),
+        ("kimi_linear", 8, r"num_attention_heads \(4\)"),
+    ],
 )
 def test_heads_of_states_are_divided_evenly(family: str, size: int, named: str, tmp_path: Path) -> None:
     make_family(tmp_path, family, cases(family)[0])

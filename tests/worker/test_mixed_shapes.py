@@ -33,17 +33,25 @@ class Model(NamedTuple):
         return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(scope="module", params=["mixed", "states", "delta", pytest.param("mamba", marks=pytest.mark.slow)])
+STATES = {
+    "states": ("lfm2", (2, 4)), "delta": ("qwen3_next", (2, 2)), "granite": ("granitemoehybrid", (2, 8)),
+    "nemotron": ("nemotron_h", (2, 8)), "kimi": ("kimi_linear", (1, 4)),
+}  # fmt: skip
+"""Families with KV heads and parts of a state. Kimi Linear's KV head is a latent row, which every rank has."""
+SLOW = ("granite", "nemotron")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["mixed", *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STATES)],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Layers with a window have twice the KV heads of others, or a state in place of keys and values."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "mixed":
         return Model(make_mixed_model(folder), Oracle(folder), (0, 19), (1, 2))
-    if request.param == "states":
-        return Model(make_state_model(folder), Oracle(folder), (0, STATE_WINDOW), (2, 4))
-    if request.param == "delta":
-        return Model(make_state_model(folder, "qwen3_next"), Oracle(folder), (0, STATE_WINDOW), (2, 2))
-    return Model(make_state_model(folder, "granitemoehybrid"), Oracle(folder), (0, STATE_WINDOW), (2, 8))
+    family, num_heads = STATES[request.param]
+    return Model(make_state_model(folder, family), Oracle(folder), (0, STATE_WINDOW), num_heads)
 
 
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])

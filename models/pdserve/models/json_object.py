@@ -20,8 +20,10 @@ MAX_SHOWN_CHARS = 80
 class JsonObject:
     """An object of a JSON file; `null` counts as absent."""
 
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
+    def __init__(self, values: Mapping[str, object], where: str, names: Mapping[str, str] | None = None) -> None:
+        """names: a field's name to callers -> its name in the file; others have one."""
         self._values = values
+        self._names = names or {}
         self.where = where
 
     @classmethod
@@ -34,18 +36,33 @@ class JsonObject:
         """config.json of a model folder. Raises: as `read`."""
         return cls(read_model_config(folder), str(folder / "config.json"))
 
+    def with_names(self, names: Mapping[str, str]) -> JsonObject:
+        """The same fields by other names: a field's name to callers -> its name in the file, which messages have.
+
+        A file may have the first name all the same. Raises: ConfigError if it has both, with different values.
+        """
+        for name, in_file in names.items():
+            if self.has(name) and self.has(in_file) and self.get(name) != self.get(in_file):
+                raise self.error(name, f"as {in_file} ({self.shown(in_file)})")
+        return JsonObject(self._values, self.where, names)
+
     @property
     def names(self) -> list[str]:
         return list(self._values)
 
     def get(self, name: str) -> object:
-        return self._values.get(name)
+        return self._values.get(self._in_file(name))
+
+    def _in_file(self, name: str) -> str:
+        other = self._names.get(name, name)
+        return name if other not in self._values and name in self._values else other
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
         """True if the field is present and null, which some fields distinguish from absence."""
+        name = self._in_file(name)
         return name in self._values and self._values[name] is None
 
     def has_objects(self) -> bool:
@@ -105,7 +122,7 @@ class JsonObject:
         """`length` positive, finite numbers."""
         items = self.items(name)
         if items is None:
-            raise ConfigError(f"{self.where}: {name} is missing")
+            raise self._missing(name)
         values = [number for item in items if (number := _as_float(item)) is not None and 0 < number < math.inf]
         if len(values) != length or len(items) != length:
             raise self.error(name, f"a list of {length} positive numbers")
@@ -130,11 +147,15 @@ class JsonObject:
         return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
     def error(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name[:MAX_SHOWN_CHARS]} must be {expected}, not {self.shown(name)}")
+        shown = self._in_file(name)[:MAX_SHOWN_CHARS]
+        return ConfigError(f"{self.where}: {shown} must be {expected}, not {self.shown(name)}")
+
+    def _missing(self, name: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {self._in_file(name)} is missing")
 
     def _required(self, name: str, default: Value | None) -> Value:
         if default is None:
-            raise ConfigError(f"{self.where}: {name} is missing")
+            raise self._missing(name)
         return default
 
 

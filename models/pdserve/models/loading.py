@@ -19,7 +19,7 @@ from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.read_config import read_config
 from pdserve.models.vision.vision_tower import load_vision_tower
-from pdserve.models.weights.body_weights import BodyWeights, ImageModelWeights
+from pdserve.models.weights.body_weights import BodyWeights, ImageModelWeights, PrefixedWeights
 from pdserve.models.weights.dummy_weights import DummyWeights
 from pdserve.models.weights.equal_weights import are_equal
 from pdserve.models.weights.open_weights import open_weights
@@ -87,6 +87,8 @@ def _source(config: ModelConfig, checkpoint: WeightSource) -> WeightSource:
     """The checkpoint, under the names of a text model's weights."""
     if config.vision is not None:
         return ImageModelWeights(checkpoint)
+    if (prefix := config.family.published_prefix) is not None:
+        checkpoint = PrefixedWeights(checkpoint, prefix)
     return BodyWeights(checkpoint) if config.is_body else checkpoint
 
 

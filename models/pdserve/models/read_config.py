@@ -18,7 +18,6 @@ from pdserve.models.weights.quantized.quantization_method import read_quantizati
 
 _MAX_VOCAB = 1 << 24
 _MAX_WIDTH = 1 << 20
-_MAX_LAYERS = 4096
 _MAX_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 16
 """Upper limit that no known model reaches; smaller values are checked against the shapes of the weights."""
@@ -35,9 +34,10 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     config = language_config(JsonObject.of_model(folder))
     named, architecture = _architecture(config)
     family = FAMILIES[architecture]
+    config = config.with_names(family.field_names)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     intermediate_size = config.integer(family.intermediate_size_field, maximum=_MAX_WIDTH)
-    num_layers = config.integer(family.layers_field, maximum=_MAX_LAYERS) * family.attentions_per_layer
+    num_layers = family.read_num_layers(config)
     num_heads = config.integer("num_attention_heads", maximum=_MAX_HEADS)
     num_kv_heads = _num_kv_heads(config, architecture, num_heads)
     head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)

@@ -15,6 +15,7 @@ from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
+from pdserve.models.families.kimi_linear import KimiLinear
 from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.longcat_flash import LongcatFlash
@@ -25,6 +26,7 @@ from pdserve.models.families.minimax_m2 import MiniMaxM2
 from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.mixtral import Mixtral
+from pdserve.models.families.nemotron_h import NemotronH
 from pdserve.models.families.olmo2 import Olmo2
 from pdserve.models.families.olmoe import Olmoe
 from pdserve.models.families.phi3 import Phi3
@@ -57,6 +59,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
@@ -66,6 +69,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "MinistralForCausalLM": Ministral,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "NemotronHForCausalLM": NemotronH,
     "Olmo2ForCausalLM": Olmo2,
     "OlmoeForCausalLM": Olmoe,
     "Phi3ForCausalLM": Phi3,
@@ -95,8 +99,8 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
-    "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "KimiLinear", "Lfm2", "LongcatFlash",
+    "MiMoV2Flash", "MiniMaxM2", "NemotronH", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {

@@ -61,6 +61,15 @@ _MIMO: dict[str, Any] = {
     "mlp_layer_types": None,
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
+_NEMOTRON = {
+    "mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "time_step_min": 1e-30,
+}  # fmt: skip
+"""transformers raises the steps of a prompt to `time_step_min`, and those of single tokens not; with this it raises none."""
+_KIMI = {
+    "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 20, "num_shared_experts": 2, "linear_num_heads": 4,
+    "linear_head_dim": 8,
+}  # fmt: skip
 _FOUR_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _DELTA_SHAPE = {
     "linear_num_key_heads": 2,
@@ -239,6 +248,76 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "mamba_n_groups": 2,
             "mlp_bias": True,
             "attention_bias": True,
+        },
+    ],
+    "kimi_linear": [
+        {
+            **_LATENT,
+            **_KIMI,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4,
+        },
+        {
+            **_LATENT,
+            **_KIMI,
+            "q_lora_rank": None,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "linear_num_heads": 6,
+            "linear_head_dim": 10,
+            "linear_conv_kernel_dim": 2,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.3,
+        },
+        {
+            **_LATENT,
+            **_KIMI,
+            "q_lora_rank": None,
+            "linear_num_heads": 3,
+            "moe_renormalize": False,
+            "num_hidden_layers": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ],
+    "nemotron_h": [
+        {
+            **_NEMOTRON,
+            "layers_block_type": [
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "linear_attention",
+                "mlp",
+                "linear_attention",
+                "moe",
+            ],
+            "moe_latent_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "linear_attention", "moe", "full_attention", "moe"],
+            "mamba_num_heads": 12,
+            "n_groups": 3,
+            "conv_kernel": 2,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "mlp_bias": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
+        {**_NEMOTRON, "layers_block_type": ["full_attention", "mlp", "linear_attention", "full_attention"]},
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["full_attention", "moe", "linear_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "n_groups": 4,
+            "moe_latent_size": 16,
+            "mlp_bias": True,
         },
     ],
     "qwen3_5_text": [

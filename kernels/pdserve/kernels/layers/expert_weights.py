@@ -13,7 +13,7 @@ class ExpertWeights(NamedTuple):
     """All experts of a layer have biases, or none."""
 
     gate_up: Matrix
-    """Gate and up side by side `[2 * I, H]`."""
+    """Gate and up side by side `[2 * I, H]`; of experts without a gate up `[I, H]`."""
     down: Matrix
     """`[H, I]`"""
     gate_up_bias: Tensor | None = None

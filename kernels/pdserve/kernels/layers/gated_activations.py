@@ -1,4 +1,4 @@
-"""Activations of gated MLPs other than `LayerOps.swiglu`."""
+"""Activations of MLPs other than `LayerOps.swiglu`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gate = Callable[[Tensor], Tensor]
-"""Gate and up side by side `[*, 2 * I]`, which may be overwritten -> `[*, I]`."""
+"""Gate and up side by side `[*, 2 * I]`, which may be overwritten -> `[*, I]`; of an MLP without a gate up `[*, I]`."""
 
 
 def geglu_tanh(gate_up: Tensor) -> Tensor:
     """`gelu(gate) * up` of `[T, 2 * I]` -> `[T, I]`, with `gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def squared_relu(up: Tensor) -> Tensor:
+    """`max(up, 0)^2` of `[*, I]`, which is overwritten: an MLP without a gate."""
+    return up.relu_().square_()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.kernels.state.decay_products import decay_products
+from pdserve.kernels.state.decay_products import ChunkDecays
 from pdserve.kernels.state.recurrence import Recurrence
 
 CHUNK = 128
@@ -39,10 +39,10 @@ def scan_chunk(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) ->
     the last token.
     """
     x, b, c = (each.transpose(0, 1) for each in (x, b, c))
-    whole, between, left = decay_products(decay.t())
-    seen = torch.matmul(c, b.transpose(-1, -2)) * between
-    found = whole * torch.matmul(c, state.transpose(-1, -2)) + torch.matmul(seen, x)
-    state = whole[:, -1:] * state + torch.matmul(x.transpose(-1, -2), b * left)
+    decays = ChunkDecays.of(decay.t().unsqueeze(-1))
+    [seen] = decays.products(b, c)
+    found = decays.whole * torch.matmul(c, state.transpose(-1, -2)) + torch.matmul(seen, x)
+    state = decays.whole[:, -1:] * state + torch.matmul(x.transpose(-1, -2), b * decays.left)
     return found.transpose(0, 1), state
 
 

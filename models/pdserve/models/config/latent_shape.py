@@ -50,6 +50,11 @@ class LatentShape:
         magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
         return scale * magnitude * magnitude
 
+    def _read_query_rank(self, config: JsonObject) -> int:
+        if config.has("q_lora_rank"):
+            return config.integer("q_lora_rank", maximum=_MAX_SIZE)
+        return 0 if config.is_null("q_lora_rank") else self.q_lora_rank
+
     def read(self, config: JsonObject) -> LatentShape:
         """The sizes in config.json, with these as defaults. Raises: ConfigError."""
 
@@ -61,7 +66,7 @@ class LatentShape:
             raise config.error("qk_rope_head_dim", "even")
         value_dim = self.value_dim or config.integer("hidden_size") // config.integer("num_attention_heads")
         return LatentShape(
-            q_lora_rank=0 if config.is_null("q_lora_rank") else size("q_lora_rank", self.q_lora_rank),
+            q_lora_rank=self._read_query_rank(config),
             kv_lora_rank=size("kv_lora_rank", self.kv_lora_rank),
             nope_dim=size("qk_nope_head_dim", self.nope_dim),
             rope_dim=rope_dim,

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.config.family_fields import words
 from pdserve.models.json_object import JsonObject
 
-MAMBA_FIELDS = words(
-    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias "
-    "mamba_proj_bias time_step_limit"
-)
-"""As Granite and Bamba name them."""
 _MAX_SIZE = 1 << 14
 _LEAST_RUNS = 8
-_INFINITY = (float("inf"), "Infinity", {"__float__": "Infinity"})
-"""As `json` reads it, and as transformers writes it."""
+_LARGEST_STEP = 3.4e38
+"""Of float32: larger limits are none."""
+_INFINITY = ("Infinity", {"__float__": "Infinity"})
+"""As transformers writes it."""
+
+
+class MambaFields(NamedTuple):
+    """Names of fields in config.json."""
+
+    num_heads: str
+    head_dim: str
+    num_groups: str
+    state_size: str
+    conv_length: str
+    conv_bias: str
+    projection_bias: str
+    expand: str
+    """Heads have `expand * hidden_size` numbers together in families whose head_dim may be "auto"."""
+    others: str
+    """Fields that are read by no family, or by all."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return words(" ".join(self))
+
+
+GRANITE_FIELDS = MambaFields(
+    num_heads="mamba_n_heads", head_dim="mamba_d_head", num_groups="mamba_n_groups", state_size="mamba_d_state",
+    conv_length="mamba_d_conv", conv_bias="mamba_conv_bias", projection_bias="mamba_proj_bias", expand="mamba_expand",
+    others="mamba_chunk_size time_step_limit",
+)  # fmt: skip
+"""Of Granite and Bamba."""
+NEMOTRON_FIELDS = MambaFields(
+    num_heads="mamba_num_heads", head_dim="mamba_head_dim", num_groups="n_groups", state_size="ssm_state_size",
+    conv_length="conv_kernel", conv_bias="use_conv_bias", projection_bias="use_bias", expand="expand",
+    others="chunk_size time_step_limit time_step_min time_step_max time_step_floor time_step_rank mamba_proj_bias "
+    "mamba_ssm_cache_dtype use_mamba_kernels",
+)  # fmt: skip
+"""Of Nemotron-H, which has a size of heads and does not read `expand`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:
     num_heads: int
     head_dim: int
+    """0, of defaults only: `expand` says it."""
     state_size: int
     """N"""
     num_groups: int
@@ -31,29 +65,27 @@ class Mamba2Shape:
     conv_bias: bool
     projection_bias: bool
 
-    @classmethod
-    def read(cls, config: JsonObject) -> Mamba2Shape:
-        """Raises: ConfigError, UnsupportedModel."""
-        num_heads = config.integer("mamba_n_heads", 128, maximum=_MAX_SIZE)
-        num_groups = config.integer("mamba_n_groups", 1, maximum=_MAX_SIZE)
-        inner_size = config.integer("mamba_expand", 2, maximum=_MAX_SIZE) * config.integer("hidden_size")
+    def read(self, config: JsonObject, fields: MambaFields) -> Mamba2Shape:
+        """The sizes in config.json, with these as defaults. Raises: ConfigError, UnsupportedModel."""
+        num_heads = config.integer(fields.num_heads, self.num_heads, maximum=_MAX_SIZE)
+        num_groups = config.integer(fields.num_groups, self.num_groups, maximum=_MAX_SIZE)
         if num_heads % num_groups:
-            raise config.error("mamba_n_heads", f"a multiple of mamba_n_groups ({num_groups})")
-        if inner_size % num_heads:
-            raise config.error("mamba_n_heads", f"a divisor of mamba_expand times hidden_size ({inner_size})")
-        if config.get("mamba_d_head") not in (None, "auto", inner_size // num_heads):
-            raise config.error("mamba_d_head", f'"auto" or {inner_size // num_heads}')
+            raise config.error(fields.num_heads, f"a multiple of {fields.num_groups} ({num_groups})")
         limits = config.items("time_step_limit")
-        if limits is not None and (len(limits) != 2 or limits[0] != 0 or limits[1] not in _INFINITY):
+        if limits is not None and (len(limits) != 2 or limits[0] != 0 or not _is_unlimited(limits[1])):
             raise UnsupportedModel(f"{config.where}: time_step_limit other than 0 and infinity")
-        return cls(
+        head_dim = self.head_dim
+        return replace(
+            self,
             num_heads=num_heads,
-            head_dim=inner_size // num_heads,
-            state_size=config.integer("mamba_d_state", 256, maximum=_MAX_SIZE),
+            head_dim=config.integer(fields.head_dim, head_dim, maximum=_MAX_SIZE)
+            if head_dim
+            else _head_dim(config, fields, num_heads),
+            state_size=config.integer(fields.state_size, self.state_size, maximum=_MAX_SIZE),
             num_groups=num_groups,
-            conv_length=config.integer("mamba_d_conv", 4, minimum=2, maximum=_MAX_SIZE),
-            conv_bias=config.boolean("mamba_conv_bias", True),
-            projection_bias=config.boolean("mamba_proj_bias", False),
+            conv_length=config.integer(fields.conv_length, self.conv_length, minimum=2, maximum=_MAX_SIZE),
+            conv_bias=config.boolean(fields.conv_bias, self.conv_bias),
+            projection_bias=config.boolean(fields.projection_bias, self.projection_bias),
         )
 
     @property
@@ -77,3 +109,17 @@ class Mamba2Shape:
         """Numbers of a run's state: columns of its heads and of its b and c, and the heads' matrices."""
         columns = (self.heads_per_run * self.head_dim + 2 * self.state_size) * (self.conv_length - 1)
         return columns + self.heads_per_run * self.head_dim * self.state_size
+
+
+def _head_dim(config: JsonObject, fields: MambaFields, num_heads: int) -> int:
+    """A head's part of `expand * hidden_size`. Raises: ConfigError."""
+    inner_size = config.integer(fields.expand, 2, maximum=_MAX_SIZE) * config.integer("hidden_size")
+    if inner_size % num_heads:
+        raise config.error(fields.num_heads, f"a divisor of {fields.expand} times hidden_size ({inner_size})")
+    if config.get(fields.head_dim) not in (None, "auto", inner_size // num_heads):
+        raise config.error(fields.head_dim, f'"auto" or {inner_size // num_heads}')
+    return inner_size // num_heads
+
+
+def _is_unlimited(limit: object) -> bool:
+    return limit in _INFINITY or (isinstance(limit, int | float) and limit > _LARGEST_STEP)

@@ -12,7 +12,7 @@ MISSING: Mapping[str, str] = {
     "DeepseekV41ForCausalLM": _INDEX,
     "Glm5NextForConditionalGeneration": _INDEX,
     "KimiK25ForConditionalGeneration": "a vision encoder of its own",
-    "KimiK3ForConditionalGeneration": "Kimi delta attention, and a vision encoder of its own",
+    "KimiK3ForConditionalGeneration": "attention residuals, and a vision encoder of its own",
     "Llama4ForConditionalGeneration": _CHUNKS,
     "Llama4ForCausalLM": _CHUNKS,
     "MiMoForCausalLM": "draft layers (multi-token prediction) in the checkpoint",

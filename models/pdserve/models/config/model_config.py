@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,8 @@ from pdserve.models.weights.quantized.quantization_method import QuantizationMet
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
 
+MAX_LAYERS = 4096
+"""Of config.json: an upper limit that no known model reaches."""
 _STATE, _DRAFT = -1, -2
 """In place of a number of KV heads."""
 SILU = ("silu", "swish")
@@ -342,6 +345,8 @@ class FamilyLayers:
     own_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of config.json that `read` reads, without those of all families. `config/config_fields.py` refuses every other field
     that changes the computation."""
+    field_names: ClassVar[Mapping[str, str]] = {}
+    """Fields that the family has by other names -> those names."""
     layers_field: ClassVar[str] = "num_hidden_layers"
     attentions_per_layer: ClassVar[int] = 1
     """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""
@@ -388,6 +393,8 @@ class FamilyLayers:
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False
     """True: `gate_up_proj` holds gate and up."""
+    published_prefix: ClassVar[str | None] = None
+    """Of the body's weights in published checkpoints, in place of `model.`; None: that is theirs."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"
@@ -486,7 +493,7 @@ class FamilyLayers:
         return weights.norm(name, config.hidden_size, config.rms_norm_eps, self.norm_offset)
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
-        """The part of layer `index` that follows the attention. Raises: ConfigError."""
+        """The part of layer `index` that follows the attention, in a layer that has one. Raises: ConfigError."""
         return GatedMlp.load(
             weights, prefix, config.hidden_size, config.intermediate_size,
             bias=self.mlp_bias, activation=self.activations[0], is_fused=self.has_fused_mlp,
@@ -501,6 +508,11 @@ class ModelFamily(FamilyLayers, ABC):
     @abstractmethod
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
+
+    @classmethod
+    def read_num_layers(cls, config: JsonObject) -> int:
+        """Layers here, each with one attention. Raises: ConfigError."""
+        return config.integer(cls.layers_field, maximum=MAX_LAYERS) * cls.attentions_per_layer
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:

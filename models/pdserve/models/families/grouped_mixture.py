@@ -42,6 +42,7 @@ class GroupedMixture(ModelFamily, ABC):
         "model.layers.{}", "", "enorm", "hnorm", "eh_proj", "shared_head.norm",
         copies=("embed_tokens.weight", "shared_head.head.weight"),
     )  # fmt: skip
+    expert_projections: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     has_routing_bias: ClassVar[bool] = True
     """True: scores are sigmoids, and a bias corrects the choice."""
     may_lack_routing_bias: ClassVar[bool] = False
@@ -91,5 +92,6 @@ class GroupedMixture(ModelFamily, ABC):
             size = experts.num_shared * experts.size
             shared = GatedMlp.load(weights, f"{prefix}.shared_experts", hidden, size, bias=self.mlp_bias)
         return SparseMlp.load(
-            weights, prefix, hidden, experts.size, num_experts=experts.num_experts, router=router, shared=shared
-        )
+            weights, prefix, hidden, experts.size, num_experts=experts.num_experts, router=router, shared=shared,
+            projections=self.expert_projections,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pdserve.models.config.expert_counts import EXPERT_FIELDS, read_experts
 from pdserve.models.config.expert_shape import MAX_EXPERT_SIZE
 from pdserve.models.config.family_fields import words
-from pdserve.models.config.mamba2_shape import MAMBA_FIELDS, Mamba2Shape
+from pdserve.models.config.mamba2_shape import GRANITE_FIELDS, Mamba2Shape, MambaFields
 from pdserve.models.config.model_config import LayerNorms, ModelConfig, ModelFamily
 from pdserve.models.config.state_shape import StateShape, layers_without, state_layers
 from pdserve.models.json_object import JsonObject
@@ -28,8 +28,11 @@ class MambaHybrid(ModelFamily):
 
     mamba: Mamba2Shape
 
+    mamba_fields: ClassVar[MambaFields] = GRANITE_FIELDS
+    default_mamba: ClassVar[Mamba2Shape] = Mamba2Shape(128, 0, 256, 1, 4, conv_bias=True, projection_bias=False)
+
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
-        name = f"mamba_n_heads in runs of {self.mamba.heads_per_run}"
+        name = f"{self.mamba_fields.num_heads} in runs of {self.mamba.heads_per_run}"
         return super().inner_sizes(intermediate_size) | {name: self.mamba.num_runs}
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
@@ -47,7 +50,7 @@ class GraniteHybrid(MambaHybrid):
 
     model_type = "granitemoehybrid"
     own_fields = (
-        MAMBA_FIELDS
+        GRANITE_FIELDS.names
         | EXPERT_FIELDS
         | words(
             "embedding_multiplier attention_multiplier residual_multiplier logits_scaling shared_intermediate_size "
@@ -62,7 +65,7 @@ class GraniteHybrid(MambaHybrid):
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> GraniteHybrid:
-        bias, mamba = config.boolean("attention_bias", False), Mamba2Shape.read(config)
+        bias, mamba = config.boolean("attention_bias", False), cls.default_mamba.read(config, cls.mamba_fields)
         num_experts, top_k = read_experts(config, default_experts=8, default_top_k=2)
         positions = config.get("position_embedding_type") or _POSITIONS[1]
         if positions not in _POSITIONS:
@@ -115,7 +118,7 @@ class Bamba(MambaHybrid):
     """Half of each head is rotated; every layer has an MLP."""
 
     model_type = "bamba"
-    own_fields = MAMBA_FIELDS | words(
+    own_fields = GRANITE_FIELDS.names | words(
         "attn_layer_indices attn_rotary_emb layers_block_type layer_types num_logits_to_keep z_loss_coefficient"
     )
     default_num_kv_heads = 8
@@ -127,7 +130,7 @@ class Bamba(MambaHybrid):
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Bamba:
-        bias, mamba = config.boolean("attention_bias", False), Mamba2Shape.read(config)
+        bias, mamba = config.boolean("attention_bias", False), cls.default_mamba.read(config, cls.mamba_fields)
         is_state = layers_without(config, num_layers, "attn_layer_indices") or (True,) * num_layers
         return cls(
             sliding_windows=(None,) * num_layers,

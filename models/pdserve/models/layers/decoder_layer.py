@@ -39,7 +39,7 @@ Attention = SelfAttention | LatentAttention | ShortConv | GatedDeltaNet | Mamba2
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream after a norm of its own.
 
-    Each addition is computed together with the norm that follows it, which after the MLP belongs to the next layer.
+    Each addition is computed together with the norm that follows it, which after the last part belongs to the next layer.
     """
 
     input_norm: RmsNorm | None
@@ -47,7 +47,8 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: RmsNorm | None
     """None: the MLP's input is the stream itself."""
-    mlp: FeedForward
+    mlp: FeedForward | None
+    """None: the layer ends with its attention."""
     attention_post_norm: RmsNorm | None = None
     """Normalises the attention's output before it is added; None: no norm."""
     mlp_post_norm: RmsNorm | None = None
@@ -77,11 +78,14 @@ class DecoderLayer:
         attended = self.attention.attend(x, phases, plan, ops)  # type: ignore[arg-type]  # each has the plan of its spec
         if output_rows is not None:
             residual, attended = residual.index_select(0, output_rows), attended.index_select(0, output_rows)
-        if self.attention_post_norm is None and self.mlp_norm is not None and self.residual_multiplier == 1.0:
-            residual, x = ops.add_norm(residual, attended, self.attention.output, self.mlp_norm)
+        norm = next_norm if self.mlp is None else self.mlp_norm
+        if self.attention_post_norm is None and norm is not None and self.residual_multiplier == 1.0:
+            residual, x = ops.add_norm(residual, attended, self.attention.output, norm)
         else:
             added = self.attention.output(attended)
-            residual, x = self._add_norm(residual, added, self.attention_post_norm, self.mlp_norm, ops)
+            residual, x = self._add_norm(residual, added, self.attention_post_norm, norm, ops)
+        if self.mlp is None:
+            return residual, x, None
         left = None if self.shortcut is None else self.shortcut(x, ops)
         if carried is not None:
             residual = residual.add_(carried if output_rows is None else carried.index_select(0, output_rows))

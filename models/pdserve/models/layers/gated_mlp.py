@@ -1,4 +1,4 @@
-"""The gated MLP of Llama and its relatives."""
+"""The MLP of Llama and its relatives, and that of models without a gate."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.layers.gated_activations import Gate, geglu_tanh
+from pdserve.kernels.layers.gated_activations import Gate, geglu_tanh, squared_relu
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
-GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tanh}
-"""Name of an activation in config.json -> its gate; None: `LayerOps.swiglu` computes it."""
+GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tanh, "relu2": squared_relu}
+"""Name of an activation in config.json -> its gate; None: `LayerOps.swiglu` computes it. `relu2` is of MLPs without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(act(gate x) * up x)`."""
+    """`down(act(gate x) * up x)`, or without a gate `down(act(up x))`."""
 
     gate_up: Linear
-    """The weights of gate and up in one matrix, gate first."""
+    """The weights of gate and up in one matrix, gate first; without a gate those of up."""
     down: Linear
     gate: Gate | None = None
     """None: SiLU."""
@@ -42,8 +42,8 @@ class GatedMlp:
     ) -> GatedMlp:
         """Read gate, up and down by their names in `projections`; with is_fused the first two are one matrix, without a bias.
 
-        projections: empty: `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` and `down_proj`. inner_size: I. activation: a
-        name in `GATES`. Raises: ConfigError.
+        projections: empty: `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` and `down_proj`; without a gate up and down.
+        inner_size: I. activation: a name in `GATES`. Raises: ConfigError.
         """
         if is_fused:
             fused, last = projections or ("gate_up_proj", "down_proj")

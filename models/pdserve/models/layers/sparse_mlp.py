@@ -1,7 +1,8 @@
-"""Mixture of experts: gated MLPs, of which a router chooses `top_k` per token."""
+"""Mixture of experts: MLPs, of which a router chooses `top_k` per token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,14 +15,17 @@ from pdserve.kernels.layers.experts import Experts, make_experts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.layers.experts_with_identity import ExpertsWithIdentity
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.gated_mlp import GATES, GatedMlp
 from pdserve.models.layers.routing import Router
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """Sum over a token's experts of routing weight times `down(act(gate x) * up x)`, and of what all tokens have."""
+    """Sum over a token's experts of routing weight times `down(act(gate x) * up x)`, and of what all tokens have.
+
+    Experts may be as in `GatedMlp` without a gate, and may take and give fewer numbers than a hidden state has.
+    """
 
     router: Router
     experts: Experts
@@ -31,6 +35,10 @@ class SparseMlp:
     """The experts that every token has, side by side in one MLP."""
     shared_gate: Linear | None = None
     """`[T, H]` -> `[T, 1]`, whose sigmoid is their weight; None: the weight is 1."""
+    narrow: Linear | None = None
+    """Hidden state -> what the experts of the router take; None: they take the hidden state."""
+    widen: Linear | None = None
+    """What these experts give -> hidden state."""
 
     @classmethod
     def load(
@@ -44,24 +52,26 @@ class SparseMlp:
         router: Router,
         shared: GatedMlp | None = None,
         num_identity: int = 0,
-        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        activation: str = "silu",
     ) -> SparseMlp:
-        """Read gate, up and down of each `{prefix}.experts.*`, by their names in `projections`.
+        """Read gate, up and down of each `{prefix}.experts.*`, by their names in `projections`; without a gate up and down.
 
-        inner_size: size I of an expert. num_identity: experts after the others that have no weights. Raises: ConfigError.
+        hidden_size: what an expert takes and gives. inner_size: size I of an expert. num_identity: experts after the others that
+        have no weights. activation: a name in `GATES`. Raises: ConfigError.
         """
         shard = weights.shard
         rows, columns = shard.part(0, inner_size), shard.part(1, inner_size)
 
         def expert(index: int) -> ExpertWeights:
             name = f"{prefix}.experts.{index}"
-            halves = [f"{name}.{half}" for half in projections[:2]]
+            halves = [f"{name}.{half}" for half in projections[:-1]]
             gate_up = weights.stack([weights.matrix(half, inner_size, hidden_size, rows) for half in halves], halves)
-            return ExpertWeights(gate_up, weights.matrix(f"{name}.{projections[2]}", hidden_size, inner_size, columns))
+            return ExpertWeights(gate_up, weights.matrix(f"{name}.{projections[-1]}", hidden_size, inner_size, columns))
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         try:
-            experts = make_experts(expert(index) for index in range(num_experts))
+            experts = make_experts((expert(index) for index in range(num_experts)), GATES[activation])
         except TypeError as error:
             raise ConfigError(f"{prefix}.experts: {error}") from error
         if num_identity:
@@ -71,9 +81,10 @@ class SparseMlp:
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         routing_weights, chosen = self.router(x)
-        added = self.experts(x, routing_weights, chosen, ops)
+        added = self.experts(x if self.narrow is None else self.narrow(x), routing_weights, chosen, ops)
         # before the addition, every rank has the same residual and so the same experts per token
         added = added if self.group is None else self.group.all_reduce(added)
+        added = added if self.widen is None else self.widen(added)
         if self.shared is None:
             return added
         shared = self.shared(x, ops)

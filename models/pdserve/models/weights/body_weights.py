@@ -1,8 +1,8 @@
-"""`RenamedWeights`: a checkpoint under other names; `BodyWeights` and `ImageModelWeights`: those of two kinds of checkpoint."""
+"""`RenamedWeights`: a checkpoint under other names; the others: those of some kinds of checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import Tensor
 
@@ -10,7 +10,8 @@ from pdserve.models.weights.quantized.stored_matrix import StoredMatrix
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
-_PREFIX = "model."
+PREFIX = "model."
+"""Before the names of the weights of a text model's body."""
 
 
 class RenamedWeights(WeightSource):
@@ -51,15 +52,27 @@ class BodyWeights(RenamedWeights):
     """Bodies are stored without the prefix, or with it where they were saved by the whole model."""
 
     def __init__(self, checkpoint: WeightSource) -> None:
-        super().__init__(checkpoint, lambda name: name if name.startswith(_PREFIX) else f"{_PREFIX}{name}")
+        super().__init__(checkpoint, lambda name: name if name.startswith(PREFIX) else f"{PREFIX}{name}")
 
     def _stored_name(self, name: str) -> str:
         """A name that is missing is shown without the prefix."""
-        return self._stored_names.get(name, name.removeprefix(_PREFIX))
+        return self._stored_names.get(name, name.removeprefix(PREFIX))
+
+
+class PrefixedWeights(RenamedWeights):
+    """Checkpoints of some families have another prefix before the body's weights, or the usual one."""
+
+    def __init__(self, checkpoint: WeightSource, prefix: str) -> None:
+        super().__init__(checkpoint, lambda name: renamed(name, {prefix: PREFIX}))
+        self._prefix = prefix if any(name.startswith(prefix) for name in checkpoint.names) else PREFIX
+
+    def _stored_name(self, name: str) -> str:
+        """A name that is missing is shown with the prefix of the others."""
+        return self._stored_names.get(name) or renamed(name, {PREFIX: self._prefix})
 
 
 _IMAGE_MODEL_PREFIXES = {
-    "model.language_model.": _PREFIX,
+    "model.language_model.": PREFIX,
     "model.visual.": "visual.",
     "language_model.": "",
 }
@@ -74,7 +87,12 @@ class ImageModelWeights(RenamedWeights):
 
 def image_model_name(name: str) -> str:
     """The name here of a weight or module of a model with images: as in a text model, or from `visual.` on."""
-    for stored, served in _IMAGE_MODEL_PREFIXES.items():
+    return renamed(name, _IMAGE_MODEL_PREFIXES)
+
+
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name with the first of these prefixes that it has replaced."""
+    for stored, served in prefixes.items():
         if name.startswith(stored):
             return served + name.removeprefix(stored)
     return name

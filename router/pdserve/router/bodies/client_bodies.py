@@ -21,6 +21,8 @@ _BASE_BYTES = 1 << 20
 _TOKEN_BYTES = 8
 """Bytes of a token id with comma and blank, or of the text of about 1.5 tokens."""
 _UNKNOWN_MODEL_LEN = 131_072
+_LENGTHS = ("max_position_embeddings", "model_max_length", "max_target_positions")
+"""Fields of config.json with a model's length; the second is Kimi Linear's, the third Whisper's."""
 _MIN_BUDGET_BYTES = 64 << 20
 _ASIDE_BYTES = 32 << 20
 _FILES = frozenset(
@@ -114,8 +116,7 @@ def model_len_of(model_folder: Path) -> int:
     config = config.get("text_config") or config
     positions = None
     if isinstance(config, dict):
-        # the second name is Whisper's
-        positions = config.get("max_position_embeddings") or config.get("max_target_positions")
+        positions = next((config[name] for name in _LENGTHS if config.get(name)), None)
     if not isinstance(positions, int) or not 0 < positions < 1 << 31:
         return _UNKNOWN_MODEL_LEN
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
