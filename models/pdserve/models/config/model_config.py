@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +20,7 @@ from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.kernels.state.state_spec import StateSpec as LayerStateSpec
 from pdserve.models.config.classifier_config import ClassifierConfig
+from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
@@ -36,7 +37,7 @@ from pdserve.models.kv_cache import (
     group_windows,
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
-from pdserve.models.layers.draft_head import DraftHead, DraftNames
+from pdserve.models.layers.draft_head import DraftNames, MtpHead
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
@@ -102,13 +103,13 @@ class ModelConfig:
     """The vision encoder; None: the model takes only text."""
     hybrid_kv_cache: bool = False
     """True: layers with a window and others are KV cache groups of their own, where that saves memory."""
-    has_draft_head: bool = False
-    """True: the model is loaded with its draft head, whose layer has the number `num_layers` and a KV cache group of its own."""
+    draft_head: DraftHeadConfig | None = None
+    """The head with which the model is loaded, whose layer has the number `num_layers`, and a KV cache group of its own."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Per layer: number of tokens that a token attends to, itself included; None: all."""
-        return self.family.sliding_windows + (None,) * self.has_draft_head
+        return self.family.sliding_windows + (None,) * (self.draft_head is not None)
 
     @property
     def latent(self) -> LatentShape | None:
@@ -135,6 +136,8 @@ class ModelConfig:
         return LayerStateSpec(num_heads=self.states.num_heads, head_size=self.states.head_size, kv_cache_group=group)
 
     def attention_spec(self, layer: int) -> AttentionSpec:
+        if (own := self._own_head(layer)) is not None:
+            return replace(own.attention_spec(0), kv_cache_group=self.kv_cache_place(layer)[0])
         scale = self.family.attention_scale or self.head_dim**-0.5
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -150,6 +153,8 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> RopeParameters | None:
         """None: the layer does not rotate."""
+        if (own := self._own_head(layer)) is not None:
+            return own.rope
         if layer in self.family.unrotated_layers:
             return None
         return self.rope if self.sliding_windows[layer] is None or self.local_rope is None else self.local_rope
@@ -173,9 +178,20 @@ class ModelConfig:
 
     def layer_kv_heads(self, layer: int) -> int:
         """KV heads of a layer, of all ranks."""
+        if (own := self._own_head(layer)) is not None:
+            return own.num_kv_heads
         if not self.family.layer_kv_heads or layer == self.num_layers:
             return self.num_kv_heads
         return self.family.layer_kv_heads[layer]
+
+    def _own_head(self, layer: int) -> ModelConfig | None:
+        """The configuration of a draft head with dimensions of its own, if the layer is that head's."""
+        return None if self.draft_head is None or layer < self.num_layers else self.draft_head.own
+
+    def draft_rotation(self) -> tuple[RopeParameters | None, int]:
+        """Rotary embedding of the draft head, and the numbers of a head to which it belongs."""
+        own = self._own_head(self.num_layers) or self
+        return self.layer_rope(self.num_layers), own.rotary_head_dim
 
     def _shape_of(self, layer: int) -> int:
         """Equal for layers whose blocks have one shape."""
@@ -187,7 +203,7 @@ class ModelConfig:
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each KV cache group: of equally many KV heads, and of one kind where windows are groups of their own."""
         shapes: dict[int, list[int]] = {}
-        for layer in range(self.num_layers + self.has_draft_head):
+        for layer in range(len(self.sliding_windows)):
             shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
         # layers with a state come after others: routers learn only of the first group, which is to have every full block. That of
@@ -228,8 +244,14 @@ class ModelConfig:
         num_layers: dict[int, int] = {}
         for kind, layers in groups:
             num_layers[kind] = max(len(layers), num_layers.get(kind, 0))
-        # the draft head's layer has the heads of others, and their blocks where those have one layer, too
-        heads = [self.layer_kv_heads(layers[0]) if kind == _DRAFT else kind for kind, layers in groups]
+        # a layer of a draft head that has the heads of others has their blocks where those have one layer, too
+        own = self._own_head(self.num_layers)
+        is_same = own is None or (own.num_kv_heads, own.head_dim, self.latent) == (
+            self.num_kv_heads,
+            self.head_dim,
+            None,
+        )
+        heads = [self.layer_kv_heads(layers[0]) if kind == _DRAFT and is_same else kind for kind, layers in groups]
         shapes = [(of_group, num_layers[kind]) for of_group, (kind, _) in zip(heads, groups, strict=True)]
         return [list(dict.fromkeys(shapes)).index(each) for each in shapes]
 
@@ -271,16 +293,16 @@ class ModelConfig:
             if self.has_state(groups[0][0]):
                 shapes.append(self._state_block(len(groups[0]), shard))
                 continue
-            num_kv_heads = self.layer_kv_heads(groups[0][0])
+            num_kv_heads, own = self.layer_kv_heads(groups[0][0]), self._own_head(groups[0][0])
             shapes.append(
                 BlockShape(
                     num_layers=max(map(len, groups)),
                     num_kv_heads=len(shard.heads(num_kv_heads)),
                     total_num_kv_heads=num_kv_heads,
-                    head_dim=self.head_dim,
+                    head_dim=self.head_dim if own is None else own.head_dim,
                     block_size=block_size,
                     dtype=cache_dtype or self.dtype,
-                    rows_per_token=2 if self.latent is None else 1,
+                    rows_per_token=2 if self.latent is None or own is not None else 1,
                 )
             )
         return KvLayout(
@@ -291,7 +313,7 @@ class ModelConfig:
             shapes=tuple(shapes),
             group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
-            draft_head="mtp" if self.has_draft_head else "",
+            draft_head="" if self.draft_head is None else self.draft_head.name,
         )
 
     def _state_block(self, num_layers: int, shard: RankShard) -> BlockShape:
@@ -425,7 +447,7 @@ class FamilyLayers:
             return False
         return weight not in [names.full(copy, num_layers) for copy in names.copies]
 
-    def load_draft_head(self, weights: WeightLoader, config: ModelConfig) -> DraftHead:
+    def load_draft_head(self, weights: WeightLoader, config: ModelConfig) -> MtpHead:
         """Raises: ConfigError."""
         names, hidden, number = self.draft_names, config.hidden_size, config.num_layers
         if names is None:
@@ -434,7 +456,7 @@ class FamilyLayers:
         def norm(name: str) -> RmsNorm:
             return self.load_norm(weights, f"{names.full(name, number)}.weight", config)
 
-        return DraftHead(
+        return MtpHead(
             embedding_norm=norm(names.embedding_norm),
             hidden_norm=norm(names.hidden_norm),
             projection=make_linear(weights.matrix(names.full(names.projection, number), hidden, 2 * hidden)),

@@ -113,7 +113,9 @@ class NemotronH(MambaHybrid):
         """Layers that draft have names of their own."""
         return weight.startswith("mtp.")
 
-    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+    def load_layer(
+        self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
+    ) -> DecoderLayer:
         mixer, mlp = (None if place is None else f"model.layers.{place}" for place in self.places[index])
         return DecoderLayer(
             input_norm=self.load_norm(weights, f"{mixer}.norm.weight", config),

@@ -67,13 +67,14 @@ class SelfAttention:
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         output: str = "o_proj",
         is_gated: bool = False,
+        input_size: int | None = None,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
         in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms. is_gated: in
-        `q_proj`, the rows of each head are followed by those of its gate.
+        `q_proj`, the rows of each head are followed by those of its gate. input_size: default: hidden_size.
         Raises: ConfigError.
         """
         shard = weights.shard
@@ -87,7 +88,9 @@ class SelfAttention:
             projection_norm = _load_projection_norm(weights, prefix, spec, order, qk_norm_eps)
         elif qk_norm_eps is not None:
             qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset)
-        qkv, gate = _load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim, is_gated)
+        qkv, gate = _load_qkv(
+            weights, prefix, spec, order, input_size or hidden_size, qkv_bias, is_fused, value_dim, is_gated
+        )
         return cls(
             index=index,
             spec=own,
@@ -171,7 +174,7 @@ def _load_qkv(
     prefix: str,
     spec: AttentionSpec,
     order: HeadOrder,
-    hidden_size: int,
+    input_size: int,
     bias: bool,
     is_fused: bool,
     value_dim: int | None,
@@ -189,10 +192,10 @@ def _load_qkv(
         rows, part = heads * size, _own_rows(weights.shard, heads, size)
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
-            matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, hidden_size, Part(0, start, stop))
+            matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, input_size, Part(0, start, stop))
             first += rows
         else:
-            matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
+            matrix = weights.matrix(f"{prefix}.{name}_proj", rows, input_size, part)
         arranged = partial(_padded_heads, size=size, padded=spec.head_dim) if name == "v" else order.paired
         added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part) if bias else None
         if is_double:
