@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from tests.support.models.checkpoints import save_tokenizer
 from tests.support.models.family_checkpoints import cases, make_family
 
@@ -194,7 +195,8 @@ class EagleModel:
         normed = self._norm(hidden, "midlayer.hidden_norm")
         x = torch.cat((self._norm(embeddings, "midlayer.input_layernorm"), normed), dim=-1)
         q, k, v = (
-            (x @ weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(num, self._heads, self._dim) for name in "qkv"
+            (x @ weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(num, self._heads, self._dim)
+            for name in "qkv"
         )
         q, k = self._rotated(q), self._rotated(k)
         scores = torch.einsum("qhd,khd->hqk", q, k) * self._dim**-0.5
@@ -203,14 +205,29 @@ class EagleModel:
         residual = (normed if self._norms_residual else hidden) + mixed @ weights["midlayer.self_attn.o_proj.weight"].T
         y = self._norm(residual, "midlayer.post_attention_layernorm")
         gate, up = (y @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return residual + (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        mlp: Tensor = (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        return residual + mlp
 
     def _rotated(self, x: Tensor) -> Tensor:
         frequencies = 500.0 ** (-torch.arange(0, self._dim, 2) / self._dim)
         angles = torch.arange(len(x))[:, None] * frequencies
         cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in (angles.cos(), angles.sin()))
         first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        turned: Tensor = x * cos + torch.cat((-second, first), dim=-1) * sin
+        return turned
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weights[f"{name}.weight"]
+        normed: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weights[f"{name}.weight"]
+        return normed
+
+
+HeadModel = DraftHeadModel | EagleModel
+
+
+def head_setting(model: HeadModel, num_tokens: int) -> SpeculativeConfig:
+    """The setting with which a worker drafts by the model's head, whatever the number of sequences."""
+    if isinstance(model, EagleModel):
+        return SpeculativeConfig(
+            method="eagle3", model=str(model.head), num_speculative_tokens=num_tokens, disable_by_batch_size=None
+        )
+    return SpeculativeConfig(method="mtp", num_speculative_tokens=num_tokens, disable_by_batch_size=None)
