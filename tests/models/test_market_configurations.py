@@ -220,6 +220,16 @@ LOADS |= {
         mamba_d_conv=4, mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, attn_layer_indices=[1],
         attn_rotary_emb=8, mlp_bias=False, attention_bias=False, num_logits_to_keep=1, rope_scaling=None,
     ),
+    "selective scans next to attention": text(
+        "FalconH1ForCausalLM", "falcon_h1", attention_bias=False, attention_in_multiplier=1.0, attention_out_multiplier=0.9375,
+        embedding_multiplier=5.656854249492381, key_multiplier=0.390625, lm_head_multiplier=0.0390625, mamba_chunk_size=128,
+        mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=8, mamba_d_ssm=96, mamba_d_state=16, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=12, mamba_norm_before_gate=False, mamba_proj_bias=False, mamba_rms_norm=False, mamba_use_mlp=True,
+        mlp_bias=False, mlp_expansion_factor=8, mlp_multipliers=[0.8838834764831844, 0.5859375], num_logits_to_keep=1,
+        projectors_bias=False, rope_scaling=None, rope_theta=100000000000.0, ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        ssm_out_multiplier=0.23570226039551584,
+    ),
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),

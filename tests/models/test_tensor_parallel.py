@@ -70,6 +70,7 @@ def test_logits_of_all_ranks_together_are_those_of_transformers(
         ("granitemoehybrid", 2),
         ("granitemoehybrid", 4),
         ("bamba", 2),
+        ("falcon_h1", 2),
     ],
 )
 def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, paged_run: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from pdserve.models.families.axk1 import AXK1
 from pdserve.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from pdserve.models.families.dots1 import Dots1
 from pdserve.models.families.ernie4_5_moe import Ernie45Moe
+from pdserve.models.families.falcon_h1 import FalconH1
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
 from pdserve.models.families.glm4 import Glm4
@@ -49,6 +50,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "DeepseekV3ForCausalLM": DeepSeekV3,
     "Dots1ForCausalLM": Dots1,
     "Ernie4_5_MoeForCausalLM": Ernie45Moe,
+    "FalconH1ForCausalLM": FalconH1,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4ForCausalLM": Glm4,
@@ -95,7 +97,7 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "FalconH1", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
     "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""

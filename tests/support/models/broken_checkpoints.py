@@ -75,7 +75,7 @@ def _matrix(folder: Path) -> str:
     """A matrix of the second layer."""
     found: str = max(
         name for name in stored_names(folder)
-        if re.search(r"layers\.1\.(mlp|self_attn|feed_forward|linear_attn)\.", name) and "norm" not in name
+        if re.search(r"layers\.1\.(mlp|self_attn|feed_forward|linear_attn|mamba|mixer)\.", name) and "norm" not in name
         and not name.endswith(("bias", "sinks")) and ".visual." not in name
     )  # fmt: skip
     return found

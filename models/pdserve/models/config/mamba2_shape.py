@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.config.family_fields import words
@@ -13,6 +14,7 @@ MAMBA_FIELDS = words(
     "mamba_proj_bias time_step_limit"
 )
 """As Granite and Bamba name them."""
+Mamba2Norm = Literal["before_gate", "after_gate"]
 _MAX_SIZE = 1 << 14
 _LEAST_RUNS = 8
 _INFINITY = (float("inf"), "Infinity", {"__float__": "Infinity"})
@@ -30,22 +32,30 @@ class Mamba2Shape:
     conv_length: int
     conv_bias: bool
     projection_bias: bool
+    output_bias: bool
+    norm: Mamba2Norm | None = "after_gate"
+    """Of the result, before or after its gate is applied; None: there is no norm."""
 
     @classmethod
     def read(cls, config: JsonObject) -> Mamba2Shape:
-        """Raises: ConfigError, UnsupportedModel."""
+        """Without `mamba_d_ssm` the inner size is `mamba_expand` times `hidden_size`. Raises: ConfigError, UnsupportedModel."""
         num_heads = config.integer("mamba_n_heads", 128, maximum=_MAX_SIZE)
         num_groups = config.integer("mamba_n_groups", 1, maximum=_MAX_SIZE)
         inner_size = config.integer("mamba_expand", 2, maximum=_MAX_SIZE) * config.integer("hidden_size")
+        inner_name = f"mamba_expand times hidden_size ({inner_size})"
+        if config.has("mamba_d_ssm"):
+            inner_size = config.integer("mamba_d_ssm", maximum=_MAX_SIZE * _MAX_SIZE)
+            inner_name = f"mamba_d_ssm ({inner_size})"
         if num_heads % num_groups:
             raise config.error("mamba_n_heads", f"a multiple of mamba_n_groups ({num_groups})")
         if inner_size % num_heads:
-            raise config.error("mamba_n_heads", f"a divisor of mamba_expand times hidden_size ({inner_size})")
+            raise config.error("mamba_n_heads", f"a divisor of {inner_name}")
         if config.get("mamba_d_head") not in (None, "auto", inner_size // num_heads):
             raise config.error("mamba_d_head", f'"auto" or {inner_size // num_heads}')
         limits = config.items("time_step_limit")
         if limits is not None and (len(limits) != 2 or limits[0] != 0 or limits[1] not in _INFINITY):
             raise UnsupportedModel(f"{config.where}: time_step_limit other than 0 and infinity")
+        bias = config.boolean("mamba_proj_bias", False)
         return cls(
             num_heads=num_heads,
             head_dim=inner_size // num_heads,
@@ -53,7 +63,8 @@ class Mamba2Shape:
             num_groups=num_groups,
             conv_length=config.integer("mamba_d_conv", 4, minimum=2, maximum=_MAX_SIZE),
             conv_bias=config.boolean("mamba_conv_bias", True),
-            projection_bias=config.boolean("mamba_proj_bias", False),
+            projection_bias=bias,
+            output_bias=bias,
         )
 
     @property
@@ -67,6 +78,11 @@ class Mamba2Shape:
             runs for runs in range(self.num_groups, self.num_heads + 1, self.num_groups) if self.num_heads % runs == 0
         ]
         return next((runs for runs in fitting if runs >= _LEAST_RUNS), fitting[-1])
+
+    @property
+    def shared_sizes(self) -> dict[str, int]:
+        """Field of config.json -> the number that ranks share."""
+        return {f"mamba_n_heads in runs of {self.heads_per_run}": self.num_runs}
 
     @property
     def heads_per_run(self) -> int:

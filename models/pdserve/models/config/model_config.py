@@ -36,6 +36,7 @@ from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedFor
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.weights.quantized.quantization_method import QuantizationMethod
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -397,7 +398,7 @@ class FamilyLayers:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
         return {self.intermediate_size_field: intermediate_size}
 
-    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer | SideMixer:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""
         prefix = f"model.layers.{index}"
         attention = self.load_attention(weights, f"{prefix}.self_attn", config, index)
@@ -412,7 +413,8 @@ class FamilyLayers:
             mlp=self.load_mlp(weights, f"{prefix}.mlp", config, index),
             attention_post_norm=norm(self.norms.attention_post),
             mlp_post_norm=norm(self.norms.mlp_post),
-            residual_multiplier=self.residual_multiplier,
+            attention_multiplier=self.residual_multiplier,
+            mlp_multiplier=self.residual_multiplier,
         )
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:

@@ -29,8 +29,7 @@ class MambaHybrid(ModelFamily):
     mamba: Mamba2Shape
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
-        name = f"mamba_n_heads in runs of {self.mamba.heads_per_run}"
-        return super().inner_sizes(intermediate_size) | {name: self.mamba.num_runs}
+        return super().inner_sizes(intermediate_size) | self.mamba.shared_sizes
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
         if not config.has_state(index):
