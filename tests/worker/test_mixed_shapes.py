@@ -33,9 +33,9 @@ class Model(NamedTuple):
         return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(scope="module", params=["mixed", "states", "delta", pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["mixed", "states", "delta", "alone", pytest.param("mamba", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Layers with a window have twice the KV heads of others, or a state in place of keys and values."""
+    """Layers with a window have twice the KV heads of others, or a state in place of keys and values; or all have states."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "mixed":
         return Model(make_mixed_model(folder), Oracle(folder), (0, 19), (1, 2))
@@ -43,6 +43,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return Model(make_state_model(folder), Oracle(folder), (0, STATE_WINDOW), (2, 4))
     if request.param == "delta":
         return Model(make_state_model(folder, "qwen3_next"), Oracle(folder), (0, STATE_WINDOW), (2, 2))
+    if request.param == "alone":
+        return Model(make_state_model(folder, "mamba2"), Oracle(folder), (STATE_WINDOW,), (8,))
     return Model(make_state_model(folder, "granitemoehybrid"), Oracle(folder), (0, STATE_WINDOW), (2, 8))
 
 
@@ -99,13 +101,14 @@ async def test_i14_a_source_that_publishes_blocks_of_one_shape_only_lets_nothing
         transfer: SourceTransfer, first_index: int, blocks: Sequence[int], digests: Sequence[tuple[int, ...]]
     ) -> None:
         order = TransferOrder.of(model.windows, 70, BLOCK_SIZE).blocks(first_index, first_index + len(blocks))
-        kept = [place for place, (group, _) in enumerate(order) if group == 0]
+        # of one shape none
+        kept = [place for place, (group, _) in enumerate(order) if group == 0 < len(model.num_heads) - 1]
         transfer._wanted = (0, len(kept))
         settled(transfer, first_index, [blocks[place] for place in kept], [digests[place] for place in kept])
 
     monkeypatch.setattr(SourceTransfer, "settled", partly)
     async with running_pair(model.folder, **FIELDS) as pair:
-        with pytest.raises(TransferFailed, match=r"the source finished after \d of [67] wanted blocks"):
+        with pytest.raises(TransferFailed, match=r"the source finished after \d of [167] wanted blocks"):
             await ask(pair, prompt_of(70))
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)

@@ -84,7 +84,7 @@ def _source(config: ModelConfig, checkpoint: WeightSource) -> WeightSource:
     """The checkpoint, under the names of a text model's weights."""
     if config.vision is not None:
         return ImageModelWeights(checkpoint)
-    return BodyWeights(checkpoint) if config.is_body else checkpoint
+    return BodyWeights(checkpoint, config.family.body_prefix) if config.is_body else checkpoint
 
 
 def _decoder(

@@ -19,6 +19,7 @@ from pdserve.models.families.granite import Granite
 from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.longcat_flash import LongcatFlash
+from pdserve.models.families.mamba import Mamba2Model
 from pdserve.models.families.mamba_hybrids import Bamba, GraniteHybrid
 from pdserve.models.families.mimo_v2 import MiMoV2
 from pdserve.models.families.minicpm3 import MiniCPM3
@@ -62,6 +63,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Lfm2ForCausalLM": Lfm2,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
+    "Mamba2ForCausalLM": Mamba2Model,
     "MiMoV2FlashForCausalLM": MiMoV2,
     "MiniCPM3ForCausalLM": MiniCPM3,
     "MiniMaxM2ForCausalLM": MiniMaxM2,
@@ -98,7 +100,7 @@ BODIES: Mapping[str, str] = {
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
     "Bamba", "Dots1", "Ernie4_5_Moe", "FalconH1", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
-    "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
+    "Mamba2", "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {

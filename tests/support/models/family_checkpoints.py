@@ -61,6 +61,7 @@ _MIMO: dict[str, Any] = {
     "mlp_layer_types": None,
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
+_PURE_MAMBA = {"state_size": 12, "expand": 2, "layer_norm_epsilon": 1e-5}
 _FOUR_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _DELTA_SHAPE = {
     "linear_num_key_heads": 2,
@@ -278,6 +279,31 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "projectors_bias": True,
             "mlp_bias": True,
             "mlp_multipliers": [1.2, 1.0],
+        },
+    ],
+    "mamba2": [
+        {**_PURE_MAMBA, "hidden_size": 64, "num_heads": 16, "head_dim": 8, "n_groups": 2},
+        {
+            **_PURE_MAMBA,
+            "hidden_size": 48,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 1,
+            "conv_kernel": 2,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {
+            **_PURE_MAMBA,
+            "hidden_size": 40,
+            "num_heads": 24,
+            "head_dim": 5,
+            "expand": 3,
+            "n_groups": 3,
+            "vocab_size": 203,
+            "num_hidden_layers": 5,
+            "max_shard_size": "30KB",
         },
     ],
     "qwen3_5_text": [

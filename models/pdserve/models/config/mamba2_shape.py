@@ -52,9 +52,7 @@ class Mamba2Shape:
             raise config.error("mamba_n_heads", f"a divisor of {inner_name}")
         if config.get("mamba_d_head") not in (None, "auto", inner_size // num_heads):
             raise config.error("mamba_d_head", f'"auto" or {inner_size // num_heads}')
-        limits = config.items("time_step_limit")
-        if limits is not None and (len(limits) != 2 or limits[0] != 0 or limits[1] not in _INFINITY):
-            raise UnsupportedModel(f"{config.where}: time_step_limit other than 0 and infinity")
+        check_time_steps(config)
         bias = config.boolean("mamba_proj_bias", False)
         return cls(
             num_heads=num_heads,
@@ -93,3 +91,10 @@ class Mamba2Shape:
         """Numbers of a run's state: columns of its heads and of its b and c, and the heads' matrices."""
         columns = (self.heads_per_run * self.head_dim + 2 * self.state_size) * (self.conv_length - 1)
         return columns + self.heads_per_run * self.head_dim * self.state_size
+
+
+def check_time_steps(config: JsonObject) -> None:
+    """Raises: UnsupportedModel where steps have limits."""
+    limits = config.items("time_step_limit")
+    if limits is not None and (len(limits) != 2 or limits[0] != 0 or limits[1] not in _INFINITY):
+        raise UnsupportedModel(f"{config.where}: time_step_limit other than 0 and infinity")

@@ -121,6 +121,11 @@ class ModelConfig:
     def has_state(self, layer: int) -> bool:
         return self.states is not None and self.states.layers[layer]
 
+    @property
+    def attends(self) -> bool:
+        """False: every layer has a state, and none keys."""
+        return self.states is None or not all(self.states.layers)
+
     def state_spec(self, layer: int) -> LayerStateSpec:
         """Of a layer with a state."""
         assert self.states is not None
@@ -196,10 +201,10 @@ class ModelConfig:
 
     def verify_sharding(self, size: int, folder: Path) -> None:
         """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
-        dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
-        dimensions |= self.family.inner_sizes(self.intermediate_size)
-        for num_kv_heads in sorted({self.layer_kv_heads(layer) for layer in range(self.num_layers)}):
-            verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
+        dimensions = {"num_attention_heads": self.num_heads} if self.attends else {}
+        dimensions |= {"vocab_size": self.vocab_size} | self.family.inner_sizes(self.intermediate_size)
+        num_kv_heads = {self.layer_kv_heads(layer) for layer in range(self.num_layers) if not self.has_state(layer)}
+        verify_sharding(size, dimensions, sorted(num_kv_heads), f"{folder / 'config.json'}")
 
     def kv_cache_groups(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
@@ -237,6 +242,10 @@ class ModelConfig:
         if cache_dtype is not None and self.latent is not None:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} caches latent rows"
+            )
+        if cache_dtype is not None and not self.attends:
+            raise ConfigError(
+                f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} has only states"
             )
         if cache_dtype is not None and self.head_dim % SCALE_BYTES:
             raise ConfigError(
@@ -327,6 +336,8 @@ class FamilyLayers:
     attentions_per_layer: ClassVar[int] = 1
     """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""
     intermediate_size_field: ClassVar[str] = "intermediate_size"
+    has_attention: ClassVar[bool] = True
+    """False: no model of the family has heads, an MLP or positions, and no limit of its length."""
     default_num_kv_heads: ClassVar[int | None] = None
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
@@ -367,6 +378,8 @@ class FamilyLayers:
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False
     """True: `gate_up_proj` holds gate and up."""
+    body_prefix: ClassVar[str] = "model."
+    """Of names of weights in the whole model, which those of its body alone lack."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"

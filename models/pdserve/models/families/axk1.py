@@ -42,6 +42,7 @@ class AXK1(DeepSeekV3):
 
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         layer = super().load_layer(weights, config, index)
+        assert isinstance(layer, DecoderLayer)
         if not self.sparse_layers[index]:
             return layer
         return replace(layer, mlp_post_norm=self.load_norm(weights, f"model.layers.{index}.{_POST_NORM}", config))

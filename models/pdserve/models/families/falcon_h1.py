@@ -52,7 +52,7 @@ class FalconH1(ModelFamily):
             raise config.error("mamba_use_mlp", "true")
         bias, mamba = config.boolean("attention_bias", False), cls._mamba(config)
         head_dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
-        states = StateShape.of(config, (True, False) * (num_layers // 2), mamba.num_runs, mamba.run_size)
+        states = StateShape.of((True, False) * (num_layers // 2), mamba.num_runs, mamba.run_size)
         return cls(
             sliding_windows=(None,) * num_layers,
             qkv_bias=bias,
@@ -99,7 +99,8 @@ class FalconH1(ModelFamily):
             )  # fmt: skip
         attention = self.load_attention(weights, f"{prefix}.self_attn", config, index)
         mlp = self.load_mlp(weights, f"{prefix}.feed_forward", config, index)
-        assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMlp)
+        assert isinstance(attention, SelfAttention)
+        assert isinstance(mlp, GatedMlp)
         into, out = self.attention_multipliers
         gate, down = self.mlp_multipliers
         return DecoderLayer(

@@ -80,7 +80,7 @@ class GraniteHybrid(MambaHybrid):
             residual_multiplier=config.number("residual_multiplier", 1.0),
             logits_scaling=config.number("logits_scaling", 1.0),
             unrotated_layers=frozenset() if positions == "rope" else frozenset(range(num_layers)),
-            states=StateShape.of(config, is_state, mamba.num_runs, mamba.run_size),
+            states=StateShape.of(is_state, mamba.num_runs, mamba.run_size),
             mamba=mamba,
             num_experts=num_experts,
             top_k=top_k,
@@ -133,7 +133,7 @@ class Bamba(MambaHybrid):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=config.boolean("mlp_bias", False),
-            states=StateShape.of(config, is_state, mamba.num_runs, mamba.run_size),
+            states=StateShape.of(is_state, mamba.num_runs, mamba.run_size),
             mamba=mamba,
         )
 

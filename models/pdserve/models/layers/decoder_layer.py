@@ -39,7 +39,7 @@ Attention = SelfAttention | LatentAttention | ShortConv | GatedDeltaNet | Mamba2
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream after a norm of its own.
 
-    Each addition is computed together with the norm that follows it, which after the MLP belongs to the next layer.
+    Each addition is computed together with the norm that follows it, which after the last part belongs to the next layer.
     """
 
     input_norm: RmsNorm | None
@@ -47,7 +47,8 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: RmsNorm | None
     """None: the MLP's input is the stream itself."""
-    mlp: FeedForward
+    mlp: FeedForward | None
+    """None: the layer ends with its attention."""
     attention_post_norm: RmsNorm | None = None
     """Normalises the attention's output before it is added; None: no norm."""
     mlp_post_norm: RmsNorm | None = None
@@ -83,20 +84,18 @@ class DecoderLayer:
             residual, attended = residual.index_select(0, output_rows), attended.index_select(0, output_rows)
             carried = None if carried is None else carried.index_select(0, output_rows)
         mixed = carried if self.joins_mixer else None
-        if (
-            self.attention_post_norm is None
-            and self.mlp_norm is not None
-            and self.attention_multiplier == 1.0
-            and mixed is None
-        ):
-            residual, x = ops.add_norm(residual, attended, self.attention.output, self.mlp_norm)
+        norm = next_norm if self.mlp is None else self.mlp_norm
+        if self.attention_post_norm is None and norm is not None and self.attention_multiplier == 1.0 and mixed is None:
+            residual, x = ops.add_norm(residual, attended, self.attention.output, norm)
         else:
             added = self.attention.output(attended)
             if self.attention_post_norm is not None:
                 added = self.attention_post_norm(added)
             if self.attention_multiplier != 1.0:
                 added = added.mul_(self.attention_multiplier)
-            residual, x = _add_norm(residual, added if mixed is None else added.add_(mixed), self.mlp_norm, ops)
+            residual, x = _add_norm(residual, added if mixed is None else added.add_(mixed), norm, ops)
+        if self.mlp is None:
+            return residual, x, None
         left = None if self.shortcut is None else self.shortcut(x, ops)
         if carried is not None and mixed is None:
             residual = residual.add_(carried)

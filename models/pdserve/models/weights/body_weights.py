@@ -50,12 +50,13 @@ class RenamedWeights(WeightSource):
 class BodyWeights(RenamedWeights):
     """Bodies are stored without the prefix, or with it where they were saved by the whole model."""
 
-    def __init__(self, checkpoint: WeightSource) -> None:
-        super().__init__(checkpoint, lambda name: name if name.startswith(_PREFIX) else f"{_PREFIX}{name}")
+    def __init__(self, checkpoint: WeightSource, prefix: str = _PREFIX) -> None:
+        super().__init__(checkpoint, lambda name: name if name.startswith(prefix) else f"{prefix}{name}")
+        self._prefix = prefix
 
     def _stored_name(self, name: str) -> str:
         """A name that is missing is shown without the prefix."""
-        return self._stored_names.get(name, name.removeprefix(_PREFIX))
+        return self._stored_names.get(name, name.removeprefix(self._prefix))
 
 
 _IMAGE_MODEL_PREFIXES = {

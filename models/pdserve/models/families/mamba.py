@@ -1,0 +1,96 @@
+"""Models of Mamba layers alone: Mamba 2."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pdserve.models.config.family_fields import words
+from pdserve.models.config.mamba2_shape import Mamba2Shape, check_time_steps
+from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.state_shape import StateShape
+from pdserve.models.json_object import JsonObject
+from pdserve.models.layers.decoder_layer import Attention, DecoderLayer
+from pdserve.models.layers.mamba2 import Mamba2
+from pdserve.models.weights.weight_loader import WeightLoader
+
+_MAX_SIZE = 1 << 14
+_FIELDS = words(
+    "state_size expand conv_kernel use_bias use_conv_bias layer_norm_epsilon residual_in_fp32 rescale_prenorm_residual "
+    "time_step_rank time_step_min time_step_max time_step_floor time_step_limit use_mambapy use_associative_scan layer_types "
+    "intermediate_size d_model d_inner n_layer ssm_cfg rms_norm fused_add_norm pad_vocab_size_multiple"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaModel(ModelFamily):
+    """Each layer is a norm and a mixer with a state; there is no attention, and no MLP."""
+
+    has_attention = False
+    norm_eps_field: ClassVar[str] = "layer_norm_epsilon"
+    default_rms_norm_eps = 1e-5
+    body_prefix: ClassVar[str] = "backbone."
+    embedding_name: ClassVar[str] = "backbone.embeddings.weight"
+    final_norm_name: ClassVar[str] = "backbone.norm_f.weight"
+
+    def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
+        prefix = f"backbone.layers.{index}"
+        return DecoderLayer(
+            input_norm=self.load_norm(weights, f"{prefix}.norm.weight", config),
+            attention=self.load_attention(weights, f"{prefix}.mixer", config, index),
+            mlp_norm=None,
+            mlp=None,
+        )
+
+    @abstractmethod
+    def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
+        """The mixer. Raises: ConfigError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Model(MambaModel):
+    """Mamba 2."""
+
+    model_type = "mamba2"
+    own_fields = _FIELDS | words("num_heads head_dim n_groups chunk_size norm_before_gate")
+
+    mamba: Mamba2Shape
+
+    @classmethod
+    def read(cls, config: JsonObject, num_layers: int) -> Mamba2Model:
+        num_heads = config.integer("num_heads", 128, maximum=_MAX_SIZE)
+        head_dim = config.integer("head_dim", 64, maximum=_MAX_SIZE)
+        num_groups = config.integer("n_groups", 8, maximum=_MAX_SIZE)
+        inner_size = config.integer("expand", 2, maximum=_MAX_SIZE) * config.integer("hidden_size")
+        if num_heads * head_dim != inner_size:
+            raise config.error("num_heads", f"expand times hidden_size ({inner_size}) over head_dim ({head_dim})")
+        if num_heads % num_groups:
+            raise config.error("num_heads", f"a multiple of n_groups ({num_groups})")
+        check_time_steps(config)
+        bias = config.boolean("use_bias", False)
+        mamba = Mamba2Shape(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            state_size=config.integer("state_size", 128, maximum=_MAX_SIZE),
+            num_groups=num_groups,
+            conv_length=config.integer("conv_kernel", 4, minimum=2, maximum=_MAX_SIZE),
+            conv_bias=config.boolean("use_conv_bias", True),
+            projection_bias=bias,
+            output_bias=bias,
+        )
+        return cls(
+            sliding_windows=(None,) * num_layers,
+            unrotated_layers=frozenset(range(num_layers)),
+            states=StateShape.of((True,) * num_layers, mamba.num_runs, mamba.run_size),
+            mamba=mamba,
+        )
+
+    def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
+        return {f"num_heads in runs of {self.mamba.heads_per_run}": self.mamba.num_runs}
+
+    def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
+        return Mamba2.load(
+            weights, prefix, config.kv_cache_place(index)[1], config.state_spec(index), self.mamba, config.hidden_size,
+            config.rms_norm_eps,
+        )  # fmt: skip
