@@ -33,7 +33,9 @@ class Model(NamedTuple):
         return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(scope="module", params=["mixed", "states", "delta", "alone", pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["mixed", "states", "delta", "alone", pytest.param("mamba", marks=pytest.mark.slow)]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Layers with a window have twice the KV heads of others, or a state in place of keys and values; or all have states."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -80,7 +80,9 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         rms_norm_eps=rms_norm_eps,
         rope=ropes[0].for_length(max_model_len),
         tie_word_embeddings=config.boolean("tie_word_embeddings", family.default_tie_word_embeddings),
-        max_position_embeddings=min(each.max_positions(max_positions) for each in ropes) if family.has_attention else _SERVED,
+        max_position_embeddings=min(each.max_positions(max_positions) for each in ropes)
+        if family.has_attention
+        else _SERVED,
         derived_max_model_len=derived_max_model_len,
         dtype=served_dtype(config, dtype),
         eos_token_ids=eos_token_ids,

@@ -306,6 +306,45 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "max_shard_size": "30KB",
         },
     ],
+    "mamba": [
+        {**_PURE_MAMBA, "hidden_size": 64},
+        {**_PURE_MAMBA, "conv_kernel": 2, "use_conv_bias": False, "use_bias": True, "tie_word_embeddings": True},
+        {**_PURE_MAMBA, "hidden_size": 40, "expand": 3, "time_step_rank": 7, "num_hidden_layers": 5},
+    ],
+    "falcon_mamba": [
+        {**_PURE_MAMBA, "hidden_size": 64, "mixer_rms_eps": 1e-4},
+        {**_PURE_MAMBA, "conv_kernel": 3, "use_bias": True, "time_step_rank": 5, "tie_word_embeddings": False},
+    ],
+    "jamba": [
+        {
+            "mamba_d_state": 12,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+        {
+            "mamba_d_state": 7,
+            "mamba_d_conv": 2,
+            "mamba_dt_rank": 5,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 2,
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+        },
+        {
+            "mamba_d_state": 9,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+        },
+    ],
     "qwen3_5_text": [
         {**_DELTA_SHAPE, "num_hidden_layers": 4, "rope_parameters": _DELTA_ROPE, "head_dim": 16},
         {

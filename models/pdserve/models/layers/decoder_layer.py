@@ -14,6 +14,7 @@ from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.gated_delta_net import GatedDeltaNet
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
+from pdserve.models.layers.mamba import Mamba
 from pdserve.models.layers.mamba2 import Mamba2
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.short_conv import ShortConv
@@ -31,7 +32,7 @@ class FeedForward(Protocol):
         ...
 
 
-Attention = SelfAttention | LatentAttention | ShortConv | GatedDeltaNet | Mamba2
+Attention = SelfAttention | LatentAttention | ShortConv | GatedDeltaNet | Mamba | Mamba2
 """The part of a layer that mixes tokens."""
 
 
