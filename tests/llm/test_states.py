@@ -35,6 +35,13 @@ def delta(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, Oracle(folder)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """Every layer keeps a state: there is one group, and no layer has keys."""
+    folder = make_state_model(tmp_path_factory.mktemp("alone"), "mamba2")
+    return folder, Oracle(folder)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,6 +66,23 @@ def test_greedy_texts_with_delta_nets(delta: tuple[Path, Oracle], options: dict[
     check_greedy_texts(folder, oracle, options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 17},
+        {"block_size": 16, "num_blocks": 5, "max_num_seqs": 4},
+        {"num_blocks": 64, "enable_prefix_caching": False},
+        {"kv_cache_mib": 1, "max_num_seqs": 3},
+        {"block_size": 4, "num_blocks": 8, "kv_host_mib": 4, "max_num_batched_tokens": 17},
+        pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["chunks", "preemption", "without cache", "memory", "host tier", "ranks"],
+)
+def test_greedy_texts_of_states_alone(alone: tuple[Path, Oracle], options: dict[str, Any]) -> None:
+    folder, oracle = alone
+    check_greedy_texts(folder, oracle, options)
+
+
 def test_forks(folder: Path, oracle: Oracle) -> None:
     """A partial block of each shape is copied."""
     check_forks(folder, oracle)
@@ -66,6 +90,24 @@ def test_forks(folder: Path, oracle: Oracle) -> None:
 
 def test_forks_with_delta_nets(delta: tuple[Path, Oracle]) -> None:
     check_forks(*delta)
+
+
+def test_forks_of_states_alone(alone: tuple[Path, Oracle]) -> None:
+    check_forks(*alone)
+
+
+def test_states_alone_are_as_many_for_any_length(alone: tuple[Path, Oracle]) -> None:
+    """Without positions only the setting limits a sequence; rounded keys are refused."""
+    folder, oracle = alone
+    prompt = prompt_of(700, 4)
+    with LLM(str(folder), dtype="float32", num_blocks=4, max_num_batched_tokens=64) as llm:
+        [answer] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    oracle.check(prompt, list(answer.outputs[0].token_ids))
+    settings = DecodeSettings(model=str(folder), dtype="float32", num_blocks=4, max_model_len=1 << 20)
+    config = with_kv_cache_groups(read_model_config(folder, "float32", "auto"), settings)
+    assert pool_size(settings, config.kv_cache_groups(16, ""), config) == ((4,), 1 << 20)
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8 rounds keys and values, and Mamba2ForCausalLM has only"):
+        LLM(str(folder), num_blocks=16, kv_cache_dtype="int8")
 
 
 def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path) -> None:
@@ -79,8 +121,13 @@ def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path)
 
 
 @pytest.mark.parametrize("budget", [16, 48, 1024])
-def test_a_hit_ends_where_a_state_is_kept(folder: Path, oracle: Oracle, budget: int) -> None:
+@pytest.mark.parametrize("of", ["some layers", "all layers"])
+def test_a_hit_ends_where_a_state_is_kept(
+    folder: Path, oracle: Oracle, alone: tuple[Path, Oracle], budget: int, of: str
+) -> None:
     """At the end of a step, which is the end of a full block: of the prompt, and of each chunk."""
+    if of == "all layers":
+        folder, oracle = alone
     first, second = [*SHARED[:40], *prompt_of(30, 1)], [*SHARED[:40], *prompt_of(9, 2)]
     with LLM(str(folder), dtype="float32", num_blocks=64, max_num_batched_tokens=budget) as llm:
         llm.generate([first], GREEDY, use_tqdm=False)

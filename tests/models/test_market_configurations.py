@@ -81,6 +81,20 @@ def wrapped(architecture: str, model_type: str, inner: dict[str, Any], **fields:
     return {"architectures": [architecture], "model_type": model_type, "text_config": SIZES | inner} | fields
 
 
+def alone(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    """A model without heads, an MLP and positions."""
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "torch_dtype",
+        "hidden_act",
+        "initializer_range",
+        "use_cache",
+    )
+    return {name: SIZES[name] for name in names} | {"architectures": [architecture], "model_type": model_type} | fields
+
+
 LOADS: dict[str, dict[str, Any]] = {
     "dense": text("Qwen3ForCausalLM", "qwen3", attention_bias=False, max_window_layers=2, use_sliding_window=False),
     "dense, fp8 in blocks": text("Qwen3ForCausalLM", "qwen3", quantization_config=BLOCKS | {"modules_to_not_convert": UNCONVERTED}),
@@ -259,6 +273,40 @@ LOADS |= {
         "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "routed_scaling_factor": 2.446,
         "moe_intermediate_size": 32, "num_nextn_predict_layers": 0, "linear_attn_config": KDA,
     },
+    "selective scans next to attention": text(
+        "FalconH1ForCausalLM", "falcon_h1", attention_bias=False, attention_in_multiplier=1.0, attention_out_multiplier=0.9375,
+        embedding_multiplier=5.656854249492381, key_multiplier=0.390625, lm_head_multiplier=0.0390625, mamba_chunk_size=128,
+        mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=8, mamba_d_ssm=96, mamba_d_state=16, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=12, mamba_norm_before_gate=False, mamba_proj_bias=False, mamba_rms_norm=False, mamba_use_mlp=True,
+        mlp_bias=False, mlp_expansion_factor=8, mlp_multipliers=[0.8838834764831844, 0.5859375], num_logits_to_keep=1,
+        projectors_bias=False, rope_scaling=None, rope_theta=100000000000.0, ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        ssm_out_multiplier=0.23570226039551584,
+    ),
+    "selective scans of channels, experts": text(
+        "JambaForCausalLM", "jamba", attn_layer_offset=1, attn_layer_period=2, expert_layer_offset=1, expert_layer_period=2,
+        mamba_conv_bias=True, mamba_d_conv=4, mamba_d_state=16, mamba_dt_rank=8, mamba_expand=2, mamba_inner_layernorms=True,
+        mamba_proj_bias=False, num_experts=8, num_experts_per_tok=2, num_logits_to_keep=1, output_router_logits=False,
+        router_aux_loss_coef=0.001, sliding_window=None, use_mamba_kernels=True,
+    ),
+    "selective scans alone": alone(
+        "Mamba2ForCausalLM", "mamba2", chunk_size=256, conv_kernel=4, expand=2, head_dim=16, n_groups=2, norm_before_gate=True,
+        num_heads=8, rms_norm=True, state_size=16, time_step_limit=[0.0, float("inf")], time_step_rank=4, use_conv_bias=True,
+        time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001, rescale_prenorm_residual=False, layer_norm_epsilon=1e-5,
+        residual_in_fp32=True, use_bias=False,
+    ),
+    "selective scans of channels alone": alone(
+        "MambaForCausalLM", "mamba", conv_kernel=4, d_inner=128, d_model=64, expand=2, fused_add_norm=True, intermediate_size=128,
+        layer_norm_epsilon=1e-5, n_layer=2, pad_vocab_size_multiple=8, rescale_prenorm_residual=False, residual_in_fp32=True,
+        rms_norm=True, ssm_cfg={}, state_size=16, time_step_floor=0.0001, time_step_init_scheme="random", time_step_max=0.1,
+        time_step_min=0.001, time_step_rank=4, time_step_scale=1.0, use_bias=False, use_conv_bias=True,
+    ),
+    "selective scans of channels alone, with norms": alone(
+        "FalconMambaForCausalLM", "falcon_mamba", conv_kernel=4, expand=16, intermediate_size=128, layer_norm_epsilon=1e-5,
+        mixer_rms_eps=1e-6, rescale_prenorm_residual=False, residual_in_fp32=True, state_size=16, time_step_floor=0.0001,
+        time_step_init_scheme="random", time_step_max=0.1, time_step_min=0.001, time_step_rank=4, time_step_scale=1.0,
+        use_bias=False, use_conv_bias=True, use_mambapy=False, tie_word_embeddings=False,
+    ),
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),

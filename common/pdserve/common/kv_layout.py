@@ -161,6 +161,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return sum(count * shape.block_bytes for count, shape in zip(num_blocks, self.shapes, strict=True))
 
     @property
+    def hits_need_last_block(self) -> bool:
+        """True if a hit of the prefix cache needs no block of the first group other than its last: the group has states, of which
+        workers keep some, and a worker that has the last one has the prefix, whatever it has of the blocks before."""
+        return 0 < self.group_windows[0] <= 2
+
+    @property
     def num_groups(self) -> int:
         """KV cache groups. A token's keys and values lie in a block of each."""
         return len(self.group_shapes)

@@ -20,6 +20,7 @@ from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.layers.draft_head import DraftHead
+from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.model_inputs import ModelInputs
 from pdserve.models.vision.vision_tower import VisionTower
 
@@ -70,7 +71,7 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: Embedding,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer | SideMixer],
         final_norm: RmsNorm,
         lm_head: OutputHead | None,
         classifier: ClassificationHead | None = None,
@@ -123,10 +124,10 @@ class Decoder:
         return self._device
 
     @property
-    def layers(self) -> tuple[DecoderLayer, ...]:
+    def layers(self) -> tuple[DecoderLayer | SideMixer, ...]:
         return self._layers
 
-    def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
+    def with_layers(self, layers: Sequence[DecoderLayer | SideMixer]) -> Decoder:
         """The same decoder with other layers."""
         head, tower, drafts = self._lm_head, self.vision_tower, self.draft_head
         return Decoder(self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower, drafts)

@@ -369,8 +369,8 @@ class KVCacheManager:
         return request.request_id in self._without_drafts
 
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
-        """A hold on blocks with these numbers in a transfer; with one group, on `table[first_index : end_index]`."""
-        if self.num_groups == 1:
+        """A hold on blocks with these numbers in a transfer; without windows in one group, on `table[first_index : end_index]`."""
+        if self._group_windows == (0,):
             [manager] = self.coordinator.managers
             return self.pool.hold(manager.tables[request.request_id][first_index:end_index])
         return self.hold_places(request, self.transfer_order(request).blocks(first_index, end_index))

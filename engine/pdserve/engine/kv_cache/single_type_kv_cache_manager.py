@@ -255,6 +255,10 @@ class StateManager(SlidingWindowManager):
     ) -> int:
         return 0  # the state after a step is not that after a later one
 
+    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
+        # no receiver asks for states before the last ones of the prompt
+        return super().longest_hit(block_hashes, len(block_hashes))
+
     def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | None]) -> int:
         table = self.tables.get(request.request_id)
         if table is not None:

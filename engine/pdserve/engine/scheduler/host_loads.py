@@ -98,7 +98,7 @@ class HostLoads:
         if self._tier is None or request.skip_reading_prefix_cache:
             return NOT_IN_HOST
         first, end = len(computed), limit_tokens // self._kv.block_size
-        if self._kv.num_groups > 1:
+        if self._kv.num_groups > 1 or self._kv.coordinator.has_states:
             return self._find_in_groups(request.block_hashes[:end], computed)
         hashes = request.block_hashes[first:end]
         num_found = next((place for place, known in enumerate(hashes) if known not in self._tier), len(hashes))

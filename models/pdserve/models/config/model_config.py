@@ -40,6 +40,7 @@ from pdserve.models.layers.draft_head import DraftHead, DraftNames
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.weights.quantized.quantization_method import QuantizationMethod
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -128,6 +129,11 @@ class ModelConfig:
     def has_state(self, layer: int) -> bool:
         return self.states is not None and layer < self.num_layers and self.states.layers[layer]
 
+    @property
+    def attends(self) -> bool:
+        """False: every layer has a state, and none keys."""
+        return self.states is None or not all(self.states.layers)
+
     def state_spec(self, layer: int) -> LayerStateSpec:
         """Of a layer with a state."""
         assert self.states is not None
@@ -208,10 +214,11 @@ class ModelConfig:
 
     def verify_sharding(self, size: int, folder: Path) -> None:
         """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
-        dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
-        dimensions |= self.family.inner_sizes(self.intermediate_size)
-        for num_kv_heads in sorted({self.layer_kv_heads(layer) for layer in range(len(self.sliding_windows))}):
-            verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
+        dimensions = {"num_attention_heads": self.num_heads} if self.attends else {}
+        dimensions |= {"vocab_size": self.vocab_size} | self.family.inner_sizes(self.intermediate_size)
+        layers = [layer for layer in range(len(self.sliding_windows)) if not self.has_state(layer)]
+        num_kv_heads = sorted({self.layer_kv_heads(layer) for layer in layers})
+        verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
 
     def kv_cache_groups(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
@@ -258,6 +265,10 @@ class ModelConfig:
         if cache_dtype is not None and self.latent is not None:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} caches latent rows"
+            )
+        if cache_dtype is not None and not self.attends:
+            raise ConfigError(
+                f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} has only states"
             )
         if cache_dtype is not None and self.head_dim % SCALE_BYTES:
             raise ConfigError(
@@ -351,6 +362,8 @@ class FamilyLayers:
     attentions_per_layer: ClassVar[int] = 1
     """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""
     intermediate_size_field: ClassVar[str] = "intermediate_size"
+    has_attention: ClassVar[bool] = True
+    """False: no model of the family has heads, an MLP or positions, and no limit of its length."""
     default_num_kv_heads: ClassVar[int | None] = None
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
@@ -454,7 +467,7 @@ class FamilyLayers:
 
     def load_layer(
         self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
-    ) -> DecoderLayer:
+    ) -> DecoderLayer | SideMixer:
         """Read the weights of layer `index` by their names in the checkpoint. prefix: of these, if it is not that of its number.
 
         Raises: ConfigError.
@@ -472,7 +485,8 @@ class FamilyLayers:
             mlp=self.load_mlp(weights, f"{prefix}.mlp", config, index),
             attention_post_norm=norm(self.norms.attention_post),
             mlp_post_norm=norm(self.norms.mlp_post),
-            residual_multiplier=self.residual_multiplier,
+            attention_multiplier=self.residual_multiplier,
+            mlp_multiplier=self.residual_multiplier,
         )
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:

@@ -50,7 +50,7 @@ class Lfm2(ModelFamily):
             is_state = layers_without(config, num_layers, "full_attn_idxs") or (False,) * num_layers
         return cls(
             sliding_windows=(None,) * num_layers,
-            states=StateShape.of(config, is_state, heads, hidden // heads * (length - 1)),
+            states=StateShape.of(is_state, heads, hidden // heads * (length - 1)),
             conv_length=length,
             conv_bias=config.boolean("conv_bias", False),
             mlp_size=cls._mlp_size(config),

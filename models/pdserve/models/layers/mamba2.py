@@ -28,12 +28,18 @@ if TYPE_CHECKING:
     from pdserve.models.config.mamba2_shape import Mamba2Shape
 
 
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * silu(gate)`: x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H, P]` float32."""
+    return x * F.silu(gate.float()).view(x.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupNorm:
-    """`norm(x * silu(gate))` over the heads of each group."""
+    """`norm(x * silu(gate))`, or `norm(x) * silu(gate)`, over the heads of each group."""
 
     weight: Tensor
     """`[H * P]`, of this rank's heads."""
+    is_before_gate: bool
     eps: float
     group_of_head: Tensor
     """`[H]` int64"""
@@ -45,13 +51,17 @@ class GroupNorm:
     """The ranks that share groups; None: each group is one rank's."""
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H * P]` float32."""
-        x = x * F.silu(gate.float()).view(x.shape)
+        """x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H, P]` float32."""
+        if self.is_before_gate:
+            return gated(self._normed(x), gate)
+        return self._normed(gated(x, gate))
+
+    def _normed(self, x: Tensor) -> Tensor:
         squares = x.new_zeros((len(x), self.num_groups)).index_add_(1, self.group_of_head, x.square().sum(-1))
         if self.ranks is not None:
             squares = self.ranks.all_reduce(squares)
         factors = torch.rsqrt(squares / self.group_size + self.eps).index_select(1, self.group_of_head)
-        return (x * factors.unsqueeze(-1)).flatten(1) * self.weight
+        return x * factors.unsqueeze(-1) * self.weight.view(x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +89,13 @@ class Mamba2:
     """`[H]` float32, negative: `-exp(A_log)`."""
     skip: Tensor
     """`[H]` float32: factor of x in the result."""
-    norm: GroupNorm
+    norm: GroupNorm | None
+    """None: the gate alone."""
     output: Linear
+    input_multiplier: float = 1.0
+    """Factor of the hidden state."""
+    multipliers: Tensor | None = None
+    """Factors of the outputs of `inputs`; None: there are none."""
 
     @classmethod
     def load(
@@ -92,10 +107,13 @@ class Mamba2:
         shape: Mamba2Shape,
         hidden_size: int,
         eps: float,
+        *,
+        input_multiplier: float = 1.0,
+        multipliers: Sequence[float] | None = None,
     ) -> Mamba2:
         """Read `{prefix}.in_proj`, `conv1d`, `dt_bias`, `A_log`, `D`, `norm` and `out_proj`.
 
-        spec, shape: with the runs of all ranks. Raises: ConfigError.
+        spec, shape: with the runs of all ranks. multipliers: of gates, x, b, c and steps. Raises: ConfigError.
         """
         shard, inner = weights.shard, shape.inner_size
         runs = shard.heads(shape.num_runs)
@@ -125,6 +143,16 @@ class Mamba2:
         step_bias = vector("dt_bias")
         of_heads = torch.tensor(group_of_run, device=step_bias.device).repeat_interleave(shape.heads_per_run)
         is_cut = shard.group is not None and shape.num_groups % shard.size != 0
+        norm = None
+        if shape.norm is not None:
+            norm = GroupNorm(
+                weights.tensor(f"{prefix}.norm.weight", inner, part=_part(x)), shape.norm == "before_gate", eps, of_heads,
+                shape.num_groups, inner // shape.num_groups, shard.group if is_cut else None,
+            )  # fmt: skip
+        factors = None
+        if multipliers is not None:
+            values = [value for value, each in zip(multipliers, rows, strict=True) for _ in each]
+            factors = torch.tensor(values, dtype=weights.dtype, device=step_bias.device)
         return cls(
             index=index,
             spec=StateSpec(num_heads=len(runs), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
@@ -137,18 +165,20 @@ class Mamba2:
             step_bias=step_bias,
             decay=vector("A_log").exp().neg(),
             skip=vector("D"),
-            norm=GroupNorm(
-                weights.tensor(f"{prefix}.norm.weight", inner, part=_part(x)), eps, of_heads, shape.num_groups,
-                inner // shape.num_groups, shard.group if is_cut else None,
-            ),
-            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.projection_bias),
-        )  # fmt: skip
+            norm=norm,
+            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.output_bias),
+            input_multiplier=input_multiplier,
+            multipliers=factors,
+        )
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, H * P]`, the input of `output`. Reads and writes the states of the step's sequences."""
         shape, num_groups = self.shape, len(self.firsts)
         inner, bc = self.spec.num_heads * shape.heads_per_run * shape.head_dim, num_groups * shape.state_size
-        gate, mixed, steps = torch.split(self.inputs(x), [inner, inner + 2 * bc, len(self.skip)], -1)
+        made = self.inputs(x if self.input_multiplier == 1.0 else x * self.input_multiplier)
+        if self.multipliers is not None:
+            made = made * self.multipliers
+        gate, mixed, steps = torch.split(made, [inner, inner + 2 * bc, len(self.skip)], -1)
         columns, matrices = self._parts(plan.read(self.index))
         made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
         made = F.silu(made).float()
@@ -160,7 +190,9 @@ class Mamba2:
         tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
         found, matrices = SELECTIVE_SCAN.over_step(tokens, matrices, plan)
         plan.write(self.index, self._joined(columns, matrices))
-        return self.norm(found + own * self.skip.unsqueeze(-1), gate).to(x.dtype)
+        found = found + own * self.skip.unsqueeze(-1)
+        found = gated(found, gate) if self.norm is None else self.norm(found, gate)
+        return found.flatten(1).to(x.dtype)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

@@ -77,10 +77,17 @@ class BiasedRouter:
 
 
 def load_router(
-    weights: WeightLoader, prefix: str, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool
+    weights: WeightLoader,
+    prefix: str,
+    hidden_size: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    normalise: bool,
+    name: str = "gate",
 ) -> TopKRouter:
-    """Read `{prefix}.gate`, which is not quantized: which experts a token has is not left to rounding. Raises: ConfigError."""
-    logits = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
+    """Read `{prefix}.{name}`, which is not quantized: which experts a token has is not left to rounding. Raises: ConfigError."""
+    logits = make_linear(weights.tensor(f"{prefix}.{name}.weight", num_experts, hidden_size))
     return TopKRouter(logits, top_k, normalise)
 
 

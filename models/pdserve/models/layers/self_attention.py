@@ -44,6 +44,8 @@ class SelfAttention:
     """Factor of all values, which is that of the result."""
     gate: Linear | None = None
     """Hidden state -> numbers whose sigmoids are factors of the result; None: no gate."""
+    input_multiplier: float = 1.0
+    """Factor of the hidden state."""
 
     @classmethod
     def load(
@@ -117,6 +119,8 @@ class SelfAttention:
 
     def store(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> tuple[Tensor, Tensor, Tensor]:
         """Write keys and values into the cache. Arguments of `attend` -> q `[T, Hq, D]`, k and v `[T, Hkv, D]`."""
+        if self.input_multiplier != 1.0:
+            x = x * self.input_multiplier
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
         if self.projection_norm is not None:
             self.projection_norm(qkv)

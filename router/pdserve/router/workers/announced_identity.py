@@ -28,7 +28,7 @@ _LAYOUT_LIMITS = {"tp_size": 1 << 12, "block_size": 1 << 14}
 _SHAPE_LIMITS = {
     "num_layers": 1 << 12,
     "total_num_kv_heads": 1 << 12,
-    "head_dim": 1 << 14,
+    "head_dim": 1 << 24,  # of a state the numbers of a head, hundreds of thousands in large models
     "block_size": 1 << 14,
     "rows_per_token": 2,
 }

@@ -1,0 +1,127 @@
+"""Mamba, the first version: a selective scan of channels, each with steps of its own, after a short convolution.
+
+A sequence's state has, per part of the channels, the last columns of the convolution and a row of N numbers of each channel.
+Source: the code of Mamba, FalconMamba and Jamba in transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layers.rms_norm import RmsNorm
+from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.recurrence import Recurrence
+from pdserve.kernels.state.selective_scan import ColumnScan
+from pdserve.kernels.state.state_backend import StatePlan
+from pdserve.kernels.state.state_spec import StateSpec
+from pdserve.models.weights.rank_shard import Part
+from pdserve.models.weights.weight_loader import WeightLoader
+
+if TYPE_CHECKING:
+    from pdserve.models.config.mamba_shape import MambaShape
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """One layer; a rank has its parts of the channels."""
+
+    index: int
+    """The layer's index in the blocks of its KV cache group."""
+    spec: StateSpec
+    shape: MambaShape
+    """Of all ranks."""
+    inputs: Linear
+    """Hidden state -> x and gates of this rank's channels."""
+    weight: Tensor
+    """`[C, K]`: of the convolution of x."""
+    bias: Tensor | None
+    """`[C]`"""
+    selection: Linear
+    """x -> the numbers of which steps are made, b and c."""
+    norms: tuple[RmsNorm, ...]
+    """Of these three; empty: there are none."""
+    steps: Linear
+    """-> the steps of this rank's channels, without their bias."""
+    step_bias: Tensor
+    """`[C]` float32"""
+    scan: Recurrence
+    skip: Tensor
+    """`[C]` float32: factor of x in the result."""
+    output: Linear
+
+    @classmethod
+    def load(
+        cls, weights: WeightLoader, prefix: str, index: int, spec: StateSpec, shape: MambaShape, hidden_size: int
+    ) -> Mamba:
+        """Read `{prefix}.in_proj`, `conv1d`, `x_proj`, `dt_proj`, `A_log`, `D` and `out_proj`, and the norms that the shape has.
+
+        spec, shape: with the parts of all ranks. Raises: ConfigError.
+        """
+        shard, inner = weights.shard, shape.inner_size
+        parts, size = shard.heads(shape.num_parts), inner // shape.num_parts
+        first, stop = parts.start * size, parts.stop * size
+        own = Part(0, first, stop)
+        name, halves = f"{prefix}.in_proj", [own, Part(0, inner + first, inner + stop)]
+        matrix = weights.stack([weights.matrix(name, 2 * inner, hidden_size, half) for half in halves], [name])
+        added = None
+        if shape.projection_bias:
+            added = torch.cat([weights.tensor(f"{name}.bias", 2 * inner, part=half) for half in halves])
+        sizes = {"dt": shape.step_rank, "b": shape.state_size, "c": shape.state_size}
+        rates = weights.tensor(f"{prefix}.A_log", inner, shape.state_size, part=own, dtype=torch.float32).exp().neg()
+        norms: list[RmsNorm] = []
+        if shape.norms == "weighted":
+            norms = [
+                weights.norm(f"{prefix}.{of}_layernorm.weight", size, shape.norm_eps) for of, size in sizes.items()
+            ]
+        elif shape.norms == "plain":
+            norms = [
+                RmsNorm(torch.ones(each, dtype=weights.dtype, device=rates.device), shape.norm_eps)
+                for each in sizes.values()
+            ]
+        return cls(
+            index=index,
+            spec=StateSpec(num_heads=len(parts), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
+            shape=shape,
+            inputs=make_linear(matrix, added),
+            weight=weights.tensor(f"{prefix}.conv1d.weight", inner, 1, shape.conv_length, part=own).squeeze(1),
+            bias=weights.tensor(f"{prefix}.conv1d.bias", inner, part=own) if shape.conv_bias else None,
+            selection=weights.row_parallel(f"{prefix}.x_proj", sum(sizes.values()), inner, bias=False),
+            norms=tuple(norms),
+            steps=make_linear(weights.matrix(f"{prefix}.dt_proj", inner, shape.step_rank, own)),
+            step_bias=weights.tensor(f"{prefix}.dt_proj.bias", inner, part=own, dtype=torch.float32),
+            scan=ColumnScan(rates.unflatten(0, (len(parts), size))).recurrence,
+            skip=weights.tensor(f"{prefix}.D", inner, part=own, dtype=torch.float32),
+            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.projection_bias),
+        )
+
+    def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
+        """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
+        shape, parts = self.shape, self.spec.num_heads
+        mixed, gate = self.inputs(x).chunk(2, -1)
+        states = plan.read(self.index)
+        num_columns = len(self.weight) // parts * (shape.conv_length - 1)
+        columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
+        rows = states[..., num_columns:].unflatten(-1, (-1, shape.state_size))
+        made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
+        made = F.silu(made)
+        selected = torch.split(self.selection(made), [shape.step_rank, shape.state_size, shape.state_size], -1)
+        if self.norms:
+            selected = tuple(norm(each) for norm, each in zip(self.norms, selected, strict=True))
+        steps = F.softplus(self.steps(selected[0]).float() + self.step_bias)
+        b, c = (each.float().unsqueeze(1) for each in selected[1:])
+        own = made.float()
+        tokens = (own * steps).unflatten(1, (parts, -1)), b, c, steps.unflatten(1, (parts, -1))
+        found, rows = self.scan.over_step(tokens, rows, plan)
+        plan.write(self.index, torch.cat((columns.reshape(len(states), parts, -1), rows.flatten(2)), -1))
+        return ((found.flatten(1) + own * self.skip) * F.silu(gate.float())).to(x.dtype)
+
+    def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
+        """Write the states. Arguments of `attend`."""
+        self.attend(x, phases, plan, ops)
