@@ -19,6 +19,7 @@ from tests.support.models.family_checkpoints import make_mixed_model, make_state
 from tests.support.models.oracle import Oracle
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mamba", "next to attention", "channels")]
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 32, "max_num_batched_tokens": 32}
 
 
@@ -33,9 +34,7 @@ class Model(NamedTuple):
         return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
 
 
-@pytest.fixture(
-    scope="module", params=["mixed", "states", "delta", "alone", pytest.param("mamba", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["mixed", "states", "delta", "alone", *SLOW])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Layers with a window have twice the KV heads of others, or a state in place of keys and values; or all have states."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -47,6 +46,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return Model(make_state_model(folder, "qwen3_next"), Oracle(folder), (0, STATE_WINDOW), (2, 2))
     if request.param == "alone":
         return Model(make_state_model(folder, "mamba2"), Oracle(folder), (STATE_WINDOW,), (8,))
+    if request.param == "next to attention":
+        return Model(make_state_model(folder, "falcon_h1"), Oracle(folder), (0, STATE_WINDOW), (2, 8))
+    if request.param == "channels":
+        return Model(make_state_model(folder, "jamba"), Oracle(folder), (0, STATE_WINDOW), (2, 64))
     return Model(make_state_model(folder, "granitemoehybrid"), Oracle(folder), (0, STATE_WINDOW), (2, 8))
 
 
