@@ -62,6 +62,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "tie_word_embeddings": False,
         "layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 2,
     },
+    "falcon_h1": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_state": 128,
+        "tie_word_embeddings": False,
+    },
+    "mamba2": {
+        "vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64, "n_groups": 1,
+    },
+    "mamba": {"vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 24},
+    "jamba": {
+        "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "attn_layer_period": 4, "attn_layer_offset": 2,
+    },
 }  # fmt: skip
 """`model_type` -> fields of config.json beside `_COMMON`."""
 EXPERTS_IN_TORCH = "native, experts in torch"

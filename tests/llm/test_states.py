@@ -28,10 +28,18 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "kimi_linear"])
-def delta(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
-    """Three of four layers have a matrix per head; the fourth has keys and values, or latent rows."""
-    folder = make_state_model(tmp_path_factory.mktemp("delta"), request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_next",
+        "kimi_linear",
+        "falcon_h1",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "mamba")),
+    ],
+)
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """A matrix per head in three of four layers, or next to attention in each; numbers per channel in some layers, or in all."""
+    folder = make_state_model(tmp_path_factory.mktemp(request.param), request.param)
     return folder, Oracle(folder)
 
 
@@ -60,8 +68,8 @@ def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("options", [{"block_size": 4, "max_num_batched_tokens": 17}, {"num_blocks": 13}])
-def test_greedy_texts_with_delta_nets(delta: tuple[Path, Oracle], options: dict[str, Any]) -> None:
-    folder, oracle = delta
+def test_greedy_texts_of_other_states(other: tuple[Path, Oracle], options: dict[str, Any]) -> None:
+    folder, oracle = other
     options = {"num_blocks": 128, **options}
     check_greedy_texts(folder, oracle, options)
 
@@ -88,8 +96,8 @@ def test_forks(folder: Path, oracle: Oracle) -> None:
     check_forks(folder, oracle)
 
 
-def test_forks_with_delta_nets(delta: tuple[Path, Oracle]) -> None:
-    check_forks(*delta)
+def test_forks_of_other_states(other: tuple[Path, Oracle]) -> None:
+    check_forks(*other)
 
 
 def test_forks_of_states_alone(alone: tuple[Path, Oracle]) -> None:

@@ -36,9 +36,10 @@ class Model(NamedTuple):
 STATES = {
     "states": ("lfm2", (2, 4)), "delta": ("qwen3_next", (2, 2)), "granite": ("granitemoehybrid", (2, 8)),
     "nemotron": ("nemotron_h", (2, 8)), "kimi": ("kimi_linear", (1, 4)), "alone": ("mamba2", (8,)),
+    "next to attention": ("falcon_h1", (2, 8)), "channels": ("jamba", (2, 64)),
 }  # fmt: skip
 """Family, and KV heads and parts of a state, or parts alone. Kimi Linear's KV head is a latent row, which every rank has."""
-SLOW = ("granite", "nemotron")
+SLOW = ("granite", "nemotron", "next to attention", "channels")
 
 
 @pytest.fixture(

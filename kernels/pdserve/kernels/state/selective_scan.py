@@ -88,7 +88,7 @@ class ColumnScan:
             missing = num_blocks * length - num_tokens
             if missing:
                 tokens = torch.cat((tokens, tokens.new_zeros((missing, *tokens.shape[1:]))))
-            return tokens.unflatten(0, (num_blocks, length))
+            return tokens.reshape(num_blocks, length, *tokens.shape[1:])
 
         x, b, c, steps = (in_blocks(each) for each in (x, b, c, steps))
         decays, added = self._decays(steps), x.unsqueeze(-1) * b.unsqueeze(-2)

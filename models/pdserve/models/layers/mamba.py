@@ -78,7 +78,7 @@ class Mamba:
         norms: list[RmsNorm] = []
         if shape.norms == "weighted":
             norms = [
-                weights.norm(f"{prefix}.{of}_layernorm.weight", size, shape.norm_eps) for of, size in sizes.items()
+                weights.norm(f"{prefix}.{of}_layernorm.weight", count, shape.norm_eps) for of, count in sizes.items()
             ]
         elif shape.norms == "plain":
             norms = [
@@ -96,7 +96,7 @@ class Mamba:
             norms=tuple(norms),
             steps=make_linear(weights.matrix(f"{prefix}.dt_proj", inner, shape.step_rank, own)),
             step_bias=weights.tensor(f"{prefix}.dt_proj.bias", inner, part=own, dtype=torch.float32),
-            scan=ColumnScan(rates.unflatten(0, (len(parts), size))).recurrence,
+            scan=ColumnScan(rates.unsqueeze(0)).recurrence,
             skip=weights.tensor(f"{prefix}.D", inner, part=own, dtype=torch.float32),
             output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.projection_bias),
         )
@@ -108,7 +108,8 @@ class Mamba:
         states = plan.read(self.index)
         num_columns = len(self.weight) // parts * (shape.conv_length - 1)
         columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
-        rows = states[..., num_columns:].unflatten(-1, (-1, shape.state_size))
+        # to the scan all channels are one head: they have the same b and c
+        rows = states[..., num_columns:].reshape(len(states), 1, -1, shape.state_size)
         made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
         made = F.silu(made)
         selected = torch.split(self.selection(made), [shape.step_rank, shape.state_size, shape.state_size], -1)
@@ -117,9 +118,11 @@ class Mamba:
         steps = F.softplus(self.steps(selected[0]).float() + self.step_bias)
         b, c = (each.float().unsqueeze(1) for each in selected[1:])
         own = made.float()
-        tokens = (own * steps).unflatten(1, (parts, -1)), b, c, steps.unflatten(1, (parts, -1))
+        tokens = (own * steps).unsqueeze(1), b, c, steps.unsqueeze(1)
         found, rows = self.scan.over_step(tokens, rows, plan)
-        plan.write(self.index, torch.cat((columns.reshape(len(states), parts, -1), rows.flatten(2)), -1))
+        plan.write(
+            self.index, torch.cat((columns.reshape(len(states), parts, -1), rows.reshape(len(states), parts, -1)), -1)
+        )
         return ((found.flatten(1) + own * self.skip) * F.silu(gate.float())).to(x.dtype)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
