@@ -15,6 +15,7 @@ from pdserve.kernels.layers.fused_layers import FusedLayers
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.config.query_temperature import QueryTemperature
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
@@ -43,17 +44,25 @@ class _Rotation(NamedTuple):
     magnitude: Tensor
     axes: Tensor | None = None
     """`[D / 2]` int64: the axis of each pair, of a model whose positions may have three."""
+    temperature: QueryTemperature | None = None
+    """In place of `magnitude`, of layers that only scale their queries."""
 
     @classmethod
-    def of(cls, rope: RopeParameters | None, head_dim: int, device: torch.device) -> _Rotation:
+    def of(
+        cls, rope: RopeParameters | None, head_dim: int, temperature: QueryTemperature | None, device: torch.device
+    ) -> _Rotation:
         """rope None: every number is rotated by 0, which changes no bit."""
         if rope is None:
-            return cls(torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device))
+            nothing, ones = torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device)
+            return cls(nothing, ones, temperature=temperature)
         axes = None if rope.mrope is None else rope.mrope.axes(head_dim // 2).to(device)
         return cls(rope.inverse_frequencies(head_dim).to(device), rope.magnitudes(head_dim).to(device), axes)
 
     def phases(self, positions: Tensor) -> Tensor:
         """`[T]` or `[3, T]` -> `[T, 1, D / 2]`"""
+        if self.temperature is not None:
+            factors = self.temperature.factors(positions).view(-1, 1, 1)
+            return rotary_phases(positions, self.inverse_frequencies, factors)
         if self.axes is None or positions.ndim == 1:
             return rotary_phases(positions, self.inverse_frequencies, self.magnitude)
         return mrope_phases(positions, self.axes, self.inverse_frequencies, self.magnitude)
@@ -87,8 +96,9 @@ class Decoder:
         self._lm_head = lm_head
         device = final_norm.weight.device
         self._device = device
-        ropes = [config.layer_rope(index) for index in range(len(self._layers))]
-        self._ropes = tuple(_Rotation.of(rope, config.rotary_head_dim, device) for rope in dict.fromkeys(ropes))
+        ropes = [(config.layer_rope(index), config.rotary_head_dim(index)) for index in range(len(self._layers))]
+        temperature = config.family.temperature
+        self._ropes = tuple(_Rotation.of(*rope, temperature, device) for rope in dict.fromkeys(ropes))
         self._rope_indices = [list(dict.fromkeys(ropes)).index(rope) for rope in ropes]
         specs = [layer.attention.spec for layer in self._layers]
         self._specs = tuple(dict.fromkeys(specs))

@@ -29,7 +29,7 @@ from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Roo
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, first_sent
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import BlockCounts
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_windows
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_chunks, group_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class KVCacheBlocks:
     """Per KV cache group; empty for none in any. None: a block that is loaded from the host-memory tier."""
 
     def __len__(self) -> int:
-        """Blocks of the first group: of a hit, those of each group."""
-        return len(self.blocks[0]) if self.blocks else 0
+        """Places that every group has: of a hit, those of each."""
+        return min(map(len, self.blocks), default=0)
 
     @property
     def is_null(self) -> bool:
@@ -78,7 +78,7 @@ class KVCacheManager:
         """True if there is one group, of which a sequence keeps all blocks."""
         self.per_place = self.coordinator.by_shape([1] * len(specs))
         """Blocks of a place, one in each group."""
-        self._group_windows = group_windows(specs)
+        self._group_windows, self._group_chunks = group_windows(specs), group_chunks(specs)
         self._hasher = hasher
         self._num_remembered: dict[str, int] = {}
         """Blocks at the beginning of each sequence that have entered the cache, or came from there; equal in all groups."""
@@ -349,7 +349,8 @@ class KVCacheManager:
 
     def transfer_order(self, request: Request) -> TransferOrder:
         """The numbers of the blocks of a sequence's given tokens in a transfer."""
-        return TransferOrder.of(self._group_windows, request.num_given_tokens, self.block_size)
+        num_tokens = request.num_given_tokens
+        return TransferOrder.of(self._group_windows, num_tokens, self.block_size, self._group_chunks)
 
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
         """A hold on blocks with these numbers in a transfer; with one group, on `table[first_index : end_index]`."""

@@ -20,16 +20,19 @@ from pdserve.kernels.state.state_spec import StateSpec as LayerStateSpec
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.latent_shape import LatentShape
+from pdserve.models.config.query_temperature import QueryTemperature
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.state_shape import StateShape
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
     StateSpec,
+    group_chunks,
     group_windows,
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
@@ -40,8 +43,8 @@ from pdserve.models.weights.quantized.quantization_method import QuantizationMet
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
 
-_STATE = -1
-"""In place of a number of KV heads."""
+_STATE = (-1, -1)
+"""In place of numbers of KV heads and of a head."""
 SILU = ("silu", "swish")
 """Two names of one activation."""
 
@@ -107,10 +110,9 @@ class ModelConfig:
         """Sizes of latent attention, whose rows are the one KV head; None: other attention."""
         return self.family.latent
 
-    @property
-    def rotary_head_dim(self) -> int:
-        """Numbers of a head to which `rope` belongs."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+    def rotary_head_dim(self, layer: int) -> int:
+        """Numbers of a head to which `layer_rope` belongs."""
+        return self.layer_head_dim(layer) if self.latent is None else self.latent.rope_dim
 
     @property
     def states(self) -> StateShape | None:
@@ -127,18 +129,24 @@ class ModelConfig:
         return LayerStateSpec(num_heads=self.states.num_heads, head_size=self.states.head_size, kv_cache_group=group)
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        scale = self.family.attention_scale or self.head_dim**-0.5
+        head_dim = self.layer_head_dim(layer)
+        scale = self.family.attention_scale or head_dim**-0.5
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.layer_kv_heads(layer),
-            head_dim=self.head_dim,
+            head_dim=head_dim,
             scale=scale if self.latent is None else self.latent.scale(self.rope),
             value_dim=None if self.latent is None else self.latent.kv_lora_rank,
             window=self.sliding_windows[layer],
+            chunk=self.layer_chunk(layer),
             softcap=self.family.attention_softcap,
             sinks=self.family.has_layer_sinks(layer),
             kv_cache_group=self.kv_cache_place(layer)[0],
         )
+
+    def layer_chunk(self, layer: int) -> int | None:
+        """Positions of a chunk, to whose tokens a token of it attends; None: to those of all chunks."""
+        return self.family.attention_chunks[layer] if self.family.attention_chunks else None
 
     def layer_rope(self, layer: int) -> RopeParameters | None:
         """None: the layer does not rotate."""
@@ -159,22 +167,26 @@ class ModelConfig:
     def verify_options(self, quantization: str | None, enable_lora: bool) -> None:
         """Check settings that the code which computes the model may not have. Raises: UnsupportedModel naming the setting."""
 
-    @property
-    def head_order(self) -> HeadOrder:
-        return HeadOrder(self.head_dim, self.head_dim - self.rope.unrotated_dim, self.family.rotates_neighbours)
+    def head_order(self, layer: int) -> HeadOrder:
+        head_dim, rope = self.layer_head_dim(layer), self.layer_rope(layer) or self.rope
+        return HeadOrder(head_dim, head_dim - rope.unrotated_dim, self.family.rotates_neighbours)
+
+    def layer_head_dim(self, layer: int) -> int:
+        """Numbers of a layer's heads."""
+        return self.family.layer_head_dims[layer] if self.family.layer_head_dims else self.head_dim
 
     def layer_kv_heads(self, layer: int) -> int:
         """KV heads of a layer, of all ranks."""
         return self.family.layer_kv_heads[layer] if self.family.layer_kv_heads else self.num_kv_heads
 
-    def _shape_of(self, layer: int) -> int:
-        """Equal for layers whose blocks have one shape."""
-        return _STATE if self.has_state(layer) else self.layer_kv_heads(layer)
+    def _shape_of(self, layer: int) -> tuple[int, int]:
+        """KV heads and numbers of a head: equal for layers whose blocks have one shape."""
+        return _STATE if self.has_state(layer) else (self.layer_kv_heads(layer), self.layer_head_dim(layer))
 
     @cached_property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each KV cache group: of equally many KV heads, and of one kind where windows are groups of their own."""
-        shapes: dict[int, list[int]] = {}
+        """Layers of each KV cache group: of equal KV heads, and of one kind where windows, or chunks, are groups of their own."""
+        shapes: dict[tuple[int, int], list[int]] = {}
         for layer in range(self.num_layers):
             shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
@@ -182,7 +194,9 @@ class ModelConfig:
         for kind, layers in sorted(shapes.items(), key=lambda each: each[0] == _STATE):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
             if self.hybrid_kv_cache and kind != _STATE:
-                found = kv_cache_group_layers([self.sliding_windows[layer] for layer in layers])
+                found = kv_cache_group_layers(
+                    [self.sliding_windows[layer] or self.layer_chunk(layer) for layer in layers]
+                )
             groups += [tuple(layers[place] for place in group) for group in found]
         return tuple(groups)
 
@@ -222,8 +236,13 @@ class ModelConfig:
                 specs.append(StateSpec(shape))
                 continue
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
-            is_windowed = len(windows) == len(layers)
-            specs.append(SlidingWindowSpec(max(windows), shape) if is_windowed else FullAttentionSpec(shape))
+            chunks = {self.layer_chunk(layer) for layer in layers}
+            if len(windows) == len(layers):
+                specs.append(SlidingWindowSpec(max(windows), shape))
+            elif len(chunks) == 1 and (chunk := chunks.pop()) is not None:
+                specs.append(ChunkedLocalAttentionSpec(chunk, shape))
+            else:
+                specs.append(FullAttentionSpec(shape))
         return specs
 
     def kv_layout(
@@ -237,9 +256,10 @@ class ModelConfig:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} caches latent rows"
             )
-        if cache_dtype is not None and self.head_dim % SCALE_BYTES:
+        uneven = [size for size in map(self.layer_head_dim, range(self.num_layers)) if size % SCALE_BYTES]
+        if cache_dtype is not None and uneven:
             raise ConfigError(
-                f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {self.head_dim}"
+                f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {uneven[0]}"
             )
         of_shapes: dict[int, list[tuple[int, ...]]] = {}
         for shape, layers in zip(self._group_shapes, self.kv_cache_group_layers, strict=True):
@@ -255,7 +275,7 @@ class ModelConfig:
                     num_layers=max(map(len, groups)),
                     num_kv_heads=len(shard.heads(num_kv_heads)),
                     total_num_kv_heads=num_kv_heads,
-                    head_dim=self.head_dim,
+                    head_dim=self.layer_head_dim(groups[0][0]),
                     block_size=block_size,
                     dtype=cache_dtype or self.dtype,
                     rows_per_token=2 if self.latent is None else 1,
@@ -269,6 +289,7 @@ class ModelConfig:
             shapes=tuple(shapes),
             group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
+            group_chunks=group_chunks(self._kv_cache_specs()),
         )
 
     def _state_block(self, num_layers: int, shard: RankShard) -> BlockShape:
@@ -316,6 +337,12 @@ class FamilyLayers:
     """Sizes of layers with a state per sequence, in a family that has them."""
     layer_kv_heads: tuple[int, ...] = ()
     """KV heads per layer; empty: all have `num_key_value_heads`."""
+    layer_head_dims: tuple[int, ...] = ()
+    """Numbers of a head per layer; empty: all have `head_dim`."""
+    attention_chunks: tuple[int | None, ...] = ()
+    """Per layer, see `ModelConfig.layer_chunk`; empty: no layer has chunks. A layer with chunks has no window."""
+    temperature: QueryTemperature | None = None
+    """Factor of queries in `unrotated_layers`; None: there is none."""
 
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""
@@ -362,6 +389,10 @@ class FamilyLayers:
     """See `AttentionSpec.sinks`."""
     has_images: ClassVar[bool] = False
     """True: the checkpoint has a vision encoder, too."""
+    unserved_parts: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of names of weights, under their names here, of encoders that are not computed: the model takes only text."""
+    takes_adapters: ClassVar[bool] = True
+    """False: layers do not have the names and sizes that adapters know."""
     has_fused_qkv: ClassVar[bool] = False
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False
@@ -386,6 +417,8 @@ class FamilyLayers:
 
     def ignores(self, weight: str, num_layers: int) -> bool:
         """True for a weight of a part that is not computed."""
+        if weight.startswith(self.unserved_parts):
+            return True
         found = re.match(r"model\.layers\.(\d+)\.", weight) if self.has_draft_layers else None
         return found is not None and int(found[1]) >= num_layers
 
@@ -422,7 +455,7 @@ class FamilyLayers:
             return LatentAttention.load(weights, prefix, place, spec, self.latent, hidden, bias=self.qkv_bias)
         return SelfAttention.load(
             weights, prefix, place, spec, hidden,
-            order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
+            order=config.head_order(index), qkv_bias=self.qkv_bias, output_bias=self.output_bias,
             qk_norm_eps=config.rms_norm_eps if self.has_qk_norm or self.norms_projection else None,
             qk_norm_offset=self.norm_offset, norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
             is_gated=self.gates_attention,

@@ -78,6 +78,12 @@ def _verify_layout(layout: KvLayout) -> None:
     _within(
         "the number of group_windows", len(layout.group_windows), len(layout.group_shapes), len(layout.group_shapes)
     )
+    if layout.group_chunks:
+        _within(
+            "the number of group_chunks", len(layout.group_chunks), len(layout.group_shapes), len(layout.group_shapes)
+        )
+        for window, chunk in zip(layout.group_windows, layout.group_chunks, strict=True):
+            _within("group_chunks", chunk, 0, 0 if window else MAX_TOKENS)
     _within("the number of shapes", len(layout.shapes), 1, len(layout.group_shapes))
     for number in layout.group_shapes:
         _within("group_shapes", number, 0, len(layout.shapes) - 1)
