@@ -72,6 +72,17 @@ PICTURES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+CHUNKS: dict[str, Any] = {
+    "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0,
+    "intermediate_size_mlp": 128, "no_rope_layers": [], "num_experts_per_tok": 1, "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}  # fmt: skip
+OTHER_PARTS: dict[str, Any] = {
+    "boi_token_index": 300, "eoi_token_index": 301, "image_token_index": 302, "transformers_version": "4.51.0.dev0",
+    "image_processor_config": {"add_global_tile": True, "max_patches": 16, "resize_to_max_canvas": False},
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 32, "patch_size": 14},
+}  # fmt: skip
+
 
 def text(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return SIZES | {"architectures": [architecture], "model_type": model_type} | fields
@@ -124,6 +135,23 @@ LOADS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True, scoring_func="sigmoid", n_group=1, topk_group=1, topk_method="noaux_tc", routed_scaling_factor=None,
         layernorm_epsilon=1e-6, attention_bias=False, attention_value_scale=0.707, add_swa_attention_sink_bias=True,
         add_full_attention_sink_bias=False, quantization_config=BLOCKS,
+    ),
+    "chunks, experts in every layer": wrapped(
+        "Llama4ForConditionalGeneration", "llama4",
+        CHUNKS
+        | {
+            "interleave_moe_layer_step": 1, "num_local_experts": 4, "use_qk_norm": True,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        **OTHER_PARTS,
+    ),
+    "chunks, experts in every second layer": wrapped(
+        "Llama4ForConditionalGeneration", "llama4",
+        CHUNKS | {"interleave_moe_layer_step": 2, "num_local_experts": 8, "rope_scaling": None, "use_qk_norm": False},
+        **OTHER_PARTS,
     ),
     "latent attention, fp8 in blocks": text(
         "DeepseekV3ForCausalLM", "deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
@@ -241,10 +269,6 @@ NEEDS: dict[str, tuple[dict[str, Any], str]] = {
         "another state than keys and values",
     ),
     "an index of keys": (text("GlmMoeDsaForCausalLM", "glm_moe_dsa", n_routed_experts=8), "indexed_attention"),
-    "chunks": (
-        wrapped("Llama4ForConditionalGeneration", "llama4", {"attention_chunk_size": 8192}),
-        "needs chunked attention, and layers of different shapes",
-    ),
     "layers of different shapes": (
         text("DeciLMForCausalLM", "nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": 8}}]),
         "needs layers of different shapes",

@@ -82,7 +82,7 @@ def load_decoder(
 
 def _source(config: ModelConfig, checkpoint: WeightSource) -> WeightSource:
     """The checkpoint, under the names of a text model's weights."""
-    if config.vision is not None:
+    if config.vision is not None or config.family.unserved_parts:
         return ImageModelWeights(checkpoint)
     return BodyWeights(checkpoint) if config.is_body else checkpoint
 

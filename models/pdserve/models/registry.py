@@ -17,6 +17,7 @@ from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
+from pdserve.models.families.llama4 import Llama4, Llama4WithImages
 from pdserve.models.families.longcat_flash import LongcatFlash
 from pdserve.models.families.mamba_hybrids import Bamba, GraniteHybrid
 from pdserve.models.families.mimo_v2 import MiMoV2
@@ -58,6 +59,8 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "GraniteForCausalLM": Granite,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "Lfm2ForCausalLM": Lfm2,
+    "Llama4ForCausalLM": Llama4,
+    "Llama4ForConditionalGeneration": Llama4WithImages,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
     "MiMoV2FlashForCausalLM": MiMoV2,
@@ -87,7 +90,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "YoutuForCausalLM": Youtu,
 }
 """The single entry of `architectures` in config.json -> its family."""
-_TEXT_PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Families whose name without an ending is that of models with images, and whose bodies and classifiers have names of their own."""
 _CAUSAL = {name.removesuffix("ForCausalLM"): name for name in FAMILIES if name.endswith("ForCausalLM")}
 BODIES: Mapping[str, str] = {
@@ -95,7 +98,7 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "LongcatFlash",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "Llama4", "LongcatFlash",
     "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""

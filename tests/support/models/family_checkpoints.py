@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.support.models.checkpoints import make_other_family, save_tokenizer
 
@@ -60,6 +60,12 @@ _MIMO: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "mlp_layer_types": None,
 }  # fmt: skip
+_CHUNKED: dict[str, Any] = {
+    "no_rope_layer_interval": 3,
+    "intermediate_size_mlp": 72,
+    "floor_scale": 7,
+    "attn_scale": 0.5,
+}
 _MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
 _FOUR_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _DELTA_SHAPE = {
@@ -400,6 +406,44 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"embedding_multiplier": 1.7, "attention_multiplier": 0.2, "residual_multiplier": 1.3, "attention_bias": True},
         {"residual_multiplier": 0.5, "mlp_bias": True},
     ],
+    "llama4_text": [
+        {**_CHUNKED, "attention_chunk_size": 13, "num_local_experts": 5, "num_experts_per_tok": 1, "use_qk_norm": True},
+        {
+            **_CHUNKED,
+            "attention_chunk_size": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 2,
+            "attention_bias": True,
+        },
+        {
+            **_CHUNKED,
+            "attention_chunk_size": 24,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [0, 1, 1, 0, 1],
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {
+            **_CHUNKED,
+            "attention_chunk_size": 5,
+            "num_local_experts": 4,
+            "attn_temperature_tuning": False,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 1, 0],
+            "num_hidden_layers": 3,
+        },
+    ],
     "smollm3": [
         {},
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 17},
@@ -460,8 +504,24 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 """Family (`model_type`) -> fields of its own, tried in turn with the shapes. The first combination is the family's plain case."""
 
 
+WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama4": (
+        "llama4_text",
+        {
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+                "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24, "patch_size": 14,
+            },
+            "image_token_index": 4,
+        },
+    ),
+}  # fmt: skip
+"""Models with other parts that are not computed -> their language model, and fields of their configuration."""
+
+
 def cases(family: str) -> list[dict[str, Any]]:
-    """Fields of the configuration: each shape and each option at least once."""
+    """Fields of the configuration: each shape and each option at least once; of a model with other parts, of its language model."""
+    family, _ = WHOLES.get(family, (family, None))
     options, shapes = OPTIONS[family], list(SHAPES.values())
     longer, shorter = (shapes, options) if len(shapes) >= len(options) else (options, shapes)
     return [_completed({**one, **other}) for one, other in zip(longer, cycle(shorter), strict=False)]
@@ -492,8 +552,12 @@ def make_family(
     shard_size = fields.get("max_shard_size", "5GB")
     # classes of configurations change what they are given
     others = {name: deepcopy(value) for name, value in fields.items() if name != "max_shard_size"}
+    whole = None
+    if family in WHOLES:
+        kind, whole = AutoModelForImageTextToText, (family, WHOLES[family][1])
+        family, _ = WHOLES[family]
     return make_other_family(
-        folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, **others
+        folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, whole=whole, **others
     )
 
 
@@ -518,6 +582,14 @@ def make_mixed_model(folder: Path) -> Path:
     folder."""
     folder.mkdir(exist_ok=True)
     make_family(folder, "mimo_v2_flash", cases("mimo_v2_flash")[0])
+    save_tokenizer(folder)
+    return folder
+
+
+def make_chunked_model(folder: Path) -> Path:
+    """A checkpoint of Llama 4 with its tokenizer: 4 layers, three of them with chunks of 13 positions; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, "llama4_text", cases("llama4_text")[0])
     save_tokenizer(folder)
     return folder
 

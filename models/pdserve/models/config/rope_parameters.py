@@ -122,8 +122,8 @@ class RopeParameters:
         """Rope types that extend a context of `original` tokens."""
         if rope_type == "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            if not high > low:
-                raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+            if not high >= low:
+                raise rope.error("high_freq_factor", f"at least low_freq_factor ({low:g})")
             return cls(rope_type, theta, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
         factor = rope.number("factor", max_positions / original)
         if rope_type == "yarn":
@@ -207,6 +207,8 @@ class RopeParameters:
     def _llama3(self, inverse: Tensor) -> Tensor:
         """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
         turns = self.original_max_positions / (2 * math.pi / inverse)
+        if self.high_freq_factor == self.low_freq_factor:
+            return torch.where(turns < self.low_freq_factor, inverse / self.factor, inverse)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return (1 - kept) * inverse / self.factor + kept * inverse

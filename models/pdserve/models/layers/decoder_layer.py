@@ -109,6 +109,7 @@ class DecoderLayer:
             or attention.sinks is not None
             or attention.value_dim is not None
             or attention.gate is not None
+            or attention.scales_queries
         ):
             return None
         return LayerParts(

@@ -76,6 +76,19 @@ class BiasedRouter:
         return (weights * self.scale).to(x.dtype), experts
 
 
+@dataclass(frozen=True, slots=True)
+class SigmoidRouter:
+    """The `top_k` experts with the highest logits; the sigmoid of a logit is the expert's weight."""
+
+    logits: Linear
+    """`[T, H]` -> `[T, E]`."""
+    top_k: int
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, experts = self.logits(x).topk(self.top_k, -1)
+        return logits.float().sigmoid().to(x.dtype), experts
+
+
 def load_router(
     weights: WeightLoader, prefix: str, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool
 ) -> TopKRouter:

@@ -44,6 +44,8 @@ class SelfAttention:
     """Factor of all values, which is that of the result."""
     gate: Linear | None = None
     """Hidden state -> numbers whose sigmoids are factors of the result; None: no gate."""
+    scales_queries: bool = False
+    """True: the phases are factors of the queries, and nothing is rotated."""
 
     @classmethod
     def load(
@@ -64,16 +66,17 @@ class SelfAttention:
         value_dim: int | None = None,
         value_scale: float = 1.0,
         sinks: str = "sinks",
-        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        norm_names: tuple[str, str] | None = ("q_norm", "k_norm"),
         output: str = "o_proj",
         is_gated: bool = False,
+        scales_queries: bool = False,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
-        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms. is_gated: in
-        `q_proj`, the rows of each head are followed by those of its gate.
+        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms;
+        norm_names None: the norms have no weights. is_gated: in `q_proj`, the rows of each head are followed by those of its gate.
         Raises: ConfigError.
         """
         shard = weights.shard
@@ -102,6 +105,7 @@ class SelfAttention:
             sinks=_load_sinks(weights, f"{prefix}.{sinks}", spec.num_heads) if spec.sinks else None,
             value_dim=value_dim,
             value_scale=value_scale,
+            scales_queries=scales_queries,
         )
 
     def attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
@@ -120,19 +124,26 @@ class SelfAttention:
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
         if self.projection_norm is not None:
             self.projection_norm(qkv)
+        if self.scales_queries:
+            heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
+            q, k, v = qkv.split(heads, 1)  # type: ignore[no-untyped-call]
+            plan.store(self.index, k, v)
+            return (q * phases.real[..., :1]).to(q.dtype), k, v
         return ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
 
 
 def _load_qk_norm(
     weights: WeightLoader,
     prefix: str,
-    names: tuple[str, str],
+    names: tuple[str, str] | None,
     spec: AttentionSpec,
     order: HeadOrder,
     eps: float,
     offset: float,
 ) -> HeadNorm:
-    """spec: with the heads of this rank."""
+    """spec: with the heads of this rank. names: None: the norms have no weights."""
+    if names is None:
+        return HeadNorm(weights.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim), eps)
     q_weight, k_weight = (
         order.paired(weights.norm(f"{prefix}.{name}.weight", spec.head_dim, eps, offset).weight) for name in names
     )

@@ -162,6 +162,7 @@ def with_lora_targets(
                 not isinstance(attention, SelfAttention)
                 or attention.gate is not None
                 or attention.value_dim is not None
+                or not config.family.takes_adapters
             ):
                 raise UnsupportedModel(
                     f"enable_lora is true, and the attention of {config.architecture} takes no adapters"
