@@ -11,6 +11,7 @@ from pdserve.models.families.dots1 import Dots1
 from pdserve.models.families.ernie4_5_moe import Ernie45Moe
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
+from pdserve.models.families.gemma4 import Gemma4, Gemma4WithOtherParts
 from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
@@ -52,6 +53,8 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Ernie4_5_MoeForCausalLM": Ernie45Moe,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
+    "Gemma4ForConditionalGeneration": Gemma4WithOtherParts,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4Moe,
     "Glm4MoeLiteForCausalLM": Glm4MoeLite,
@@ -90,7 +93,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "YoutuForCausalLM": Youtu,
 }
 """The single entry of `architectures` in config.json -> its family."""
-_TEXT_PARTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Families whose name without an ending is that of models with images, and whose bodies and classifiers have names of their own."""
 _CAUSAL = {name.removesuffix("ForCausalLM"): name for name in FAMILIES if name.endswith("ForCausalLM")}
 BODIES: Mapping[str, str] = {
@@ -98,7 +101,7 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "Llama4", "LongcatFlash",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "Gemma4", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "Llama4", "LongcatFlash",
     "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""

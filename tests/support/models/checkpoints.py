@@ -138,7 +138,7 @@ def make_other_family(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = kind.from_config(config)
-        if hasattr(config.get_text_config(), "num_experts_per_tok"):
+        if {"num_experts_per_tok", "top_k_experts"} & set(config.get_text_config().to_dict()):
             # the default takes only sizes that are multiples of 8
             model.set_experts_implementation("eager")
         for name, weight in model.named_parameters():
@@ -148,12 +148,16 @@ def make_other_family(
                 weight.uniform_(centre - 0.5, centre + 0.5)
             elif name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.5)
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                weight.uniform_(0.5, 1.5)
             elif name.endswith("A_log"):
                 # with transformers' first values a state forgets each token at once, and a wrong one changes nothing
                 weight.uniform_(-4.0, -1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_complex():

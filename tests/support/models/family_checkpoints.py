@@ -66,6 +66,9 @@ _CHUNKED: dict[str, Any] = {
     "floor_scale": 7,
     "attn_scale": 0.5,
 }
+_GEMMA4: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
 _FOUR_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _DELTA_SHAPE = {
@@ -472,6 +475,38 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             },
         },
     ],
+    "gemma4_text": [
+        {**_GEMMA4, "sliding_window": 13, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32},
+        {
+            **_GEMMA4,
+            "sliding_window": 9,
+            "layer_types": [*_MIXED[:2], "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "global_head_dim": 20,
+            "final_logit_softcapping": 7.0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 18,
+        },
+        {
+            **_GEMMA4,
+            "sliding_window": 30,
+            "global_head_dim": 48,
+            "attention_k_eq_v": True,
+            "attention_bias": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 20,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional", "factor": 8.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.5
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ],
     "glm4": [
         {},
         {"attention_bias": False, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
@@ -505,6 +540,16 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 
 
 WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        {
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+                "num_key_value_heads": 2, "position_embedding_size": 16,
+            },
+            "audio_config": None,
+        },
+    ),
     "llama4": (
         "llama4_text",
         {
@@ -512,7 +557,6 @@ WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
                 "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24, "patch_size": 14,
             },
-            "image_token_index": 4,
         },
     ),
 }  # fmt: skip

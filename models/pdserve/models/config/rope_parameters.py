@@ -16,7 +16,7 @@ from pdserve.models.json_object import MAX_INTEGER, JsonObject
 
 log = logging.getLogger(__name__)
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 DEFAULT_THETA = 10000.0
 _FIELDS = words(
     """
@@ -51,6 +51,8 @@ class RopeParameters:
     """See `for_length`."""
     unrotated_dim: int = 0
     """Numbers at the end of a head that no position rotates; even."""
+    rotated_part: float = 1.0
+    """Part of the pairs that are rotated, of all numbers of a head (proportional): the last pairs have the frequency 0."""
     mscale_all_dim: float = 0.0
     """Of scalings by `factor`, by which latent attention scales its scores; 0: it does not."""
     mrope: Mrope | None = None
@@ -76,6 +78,12 @@ class RopeParameters:
         Raises: UnsupportedModel, ConfigError.
         """
         rope = _rope_fields(config, default_theta)
+        if rope.text("rope_type", rope.text("type", "default")) == "proportional":
+            part = rope.number("partial_rotary_factor", 1.0)
+            if part > 1:
+                raise rope.error("partial_rotary_factor", "at most 1")
+            theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+            return cls("proportional", theta, rope.number("factor", 1.0), rotated_part=part)
         factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_rotary_factor))
         if factor != 1.0 and not may_be_partial:
             raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
@@ -194,6 +202,10 @@ class RopeParameters:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         inverse = 1.0 / (self.theta**exponents)
         if self.rope_type == "linear":
+            return inverse / self.factor
+        if self.rope_type == "proportional":
+            num_rotated = int(self.rotated_part * head_dim // 2)
+            inverse[num_rotated:] = 0
             return inverse / self.factor
         if self.rope_type == "longrope":
             factors = self.long_factor if self.uses_long_factor else self.short_factor

@@ -54,6 +54,8 @@ class DecoderLayer:
     """The same of the MLP."""
     residual_multiplier: float = 1.0
     """Factor of both outputs."""
+    scale: Tensor | None = None
+    """`[1]`: factor of the stream after the layer; None: there is none."""
     shortcut: FeedForward | None = None
     """A second MLP, or experts, with the input of `mlp`, whose output is added at the end of the next layer; None: no such part."""
 
@@ -85,6 +87,10 @@ class DecoderLayer:
         left = None if self.shortcut is None else self.shortcut(x, ops)
         if carried is not None:
             residual = residual.add_(carried if output_rows is None else carried.index_select(0, output_rows))
+        if self.scale is not None:
+            residual, _ = self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, None, ops)
+            residual = residual.mul_(self.scale)
+            return residual, residual if next_norm is None else next_norm(residual), left
         if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
             return *self.mlp.add_norm(residual, x, next_norm, ops), left
         return *self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, next_norm, ops), left
@@ -110,6 +116,8 @@ class DecoderLayer:
             or attention.value_dim is not None
             or attention.gate is not None
             or attention.scales_queries
+            or attention.value_norm is not None
+            or self.scale is not None
         ):
             return None
         return LayerParts(

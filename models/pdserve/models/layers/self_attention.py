@@ -11,9 +11,9 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.cpu.linear import Linear, make_linear
-from pdserve.kernels.cpu.matrices import with_rows
+from pdserve.kernels.cpu.matrices import Matrix, with_rows
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm
+from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.models.layers.parallel_projection_norm import ParallelProjectionNorm
 from pdserve.models.weights.rank_shard import Part, RankShard
@@ -46,6 +46,8 @@ class SelfAttention:
     """Hidden state -> numbers whose sigmoids are factors of the result; None: no gate."""
     scales_queries: bool = False
     """True: the phases are factors of the queries, and nothing is rotated."""
+    value_norm: RmsNorm | None = None
+    """Normalises each head of values; None: no norm."""
 
     @classmethod
     def load(
@@ -70,6 +72,8 @@ class SelfAttention:
         output: str = "o_proj",
         is_gated: bool = False,
         scales_queries: bool = False,
+        norms_values: bool = False,
+        values_are_keys: bool = False,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
@@ -77,6 +81,7 @@ class SelfAttention:
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
         in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms;
         norm_names None: the norms have no weights. is_gated: in `q_proj`, the rows of each head are followed by those of its gate.
+        norms_values: each head of values is normalised, too, without weights. values_are_keys: values are what `k_proj` gives.
         Raises: ConfigError.
         """
         shard = weights.shard
@@ -90,7 +95,9 @@ class SelfAttention:
             projection_norm = _load_projection_norm(weights, prefix, spec, order, qk_norm_eps)
         elif qk_norm_eps is not None:
             qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset)
-        qkv, gate = _load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim, is_gated)
+        qkv, gate = _load_qkv(
+            weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim, is_gated, values_are_keys
+        )
         return cls(
             index=index,
             spec=own,
@@ -106,6 +113,7 @@ class SelfAttention:
             value_dim=value_dim,
             value_scale=value_scale,
             scales_queries=scales_queries,
+            value_norm=RmsNorm(weights.ones(spec.head_dim), qk_norm_eps or 0.0) if norms_values else None,
         )
 
     def attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
@@ -124,6 +132,9 @@ class SelfAttention:
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
         if self.projection_norm is not None:
             self.projection_norm(qkv)
+        if self.value_norm is not None:
+            values = qkv[:, self.spec.num_heads + self.spec.num_kv_heads :]
+            values.copy_(self.value_norm(values))
         if self.scales_queries:
             heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
             q, k, v = qkv.split(heads, 1)  # type: ignore[no-untyped-call]
@@ -187,10 +198,12 @@ def _load_qkv(
     is_fused: bool,
     value_dim: int | None,
     is_gated: bool,
+    values_are_keys: bool,
 ) -> tuple[Linear, Linear | None]:
     """The projections, and that of the gates. spec: with the heads of all ranks. value_dim: values with fewer numbers than keys are
     padded with zeros."""
     matrices, biases = [], []
+    keys: tuple[Matrix, Tensor | None] | None = None
     gate: Linear | None = None
     all_rows, first = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 0
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
@@ -198,6 +211,11 @@ def _load_qkv(
         is_double = is_gated and name == "q"
         size *= 1 + is_double
         rows, part = heads * size, _own_rows(weights.shard, heads, size)
+        if name == "v" and values_are_keys and keys is not None:
+            matrices.append(keys[0])
+            if keys[1] is not None:
+                biases.append(keys[1])
+            continue
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
             matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, hidden_size, Part(0, start, stop))
@@ -206,6 +224,8 @@ def _load_qkv(
             matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
         arranged = partial(_padded_heads, size=size, padded=spec.head_dim) if name == "v" else order.paired
         added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part) if bias else None
+        if name == "k":
+            keys = matrix, added
         if is_double:
             own = partial(_half_of_heads, size=size, half=1)
             gate = make_linear(with_rows(matrix, own), None if added is None else own(added))
@@ -214,7 +234,8 @@ def _load_qkv(
         matrices.append(with_rows(matrix, arranged))
         if added is not None:
             biases.append(arranged(added))
-    weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
+    names = "qkk" if values_are_keys else "qkv"
+    weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in names])
     return make_linear(weight, torch.cat(biases) if biases else None), gate
 
 

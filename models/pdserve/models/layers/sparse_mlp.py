@@ -11,6 +11,7 @@ from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import Experts, make_experts
+from pdserve.kernels.layers.gated_activations import Gate
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.layers.experts_with_identity import ExpertsWithIdentity
@@ -31,6 +32,8 @@ class SparseMlp:
     """The experts that every token has, side by side in one MLP."""
     shared_gate: Linear | None = None
     """`[T, H]` -> `[T, 1]`, whose sigmoid is their weight; None: the weight is 1."""
+    input_norm: RmsNorm | None = None
+    """Normalises the input of the experts, and not that of the router; None: no norm."""
 
     @classmethod
     def load(
@@ -45,10 +48,12 @@ class SparseMlp:
         shared: GatedMlp | None = None,
         num_identity: int = 0,
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        gate: Gate | None = None,
     ) -> SparseMlp:
         """Read gate, up and down of each `{prefix}.experts.*`, by their names in `projections`.
 
-        inner_size: size I of an expert. num_identity: experts after the others that have no weights. Raises: ConfigError.
+        inner_size: size I of an expert. num_identity: experts after the others that have no weights. gate: the activation; None:
+        SwiGLU. Raises: ConfigError.
         """
         shard = weights.shard
         rows, columns = shard.part(0, inner_size), shard.part(1, inner_size)
@@ -61,7 +66,7 @@ class SparseMlp:
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         try:
-            experts = make_experts(expert(index) for index in range(num_experts))
+            experts = make_experts((expert(index) for index in range(num_experts)), gate)
         except TypeError as error:
             raise ConfigError(f"{prefix}.experts: {error}") from error
         if num_identity:
@@ -71,7 +76,8 @@ class SparseMlp:
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         routing_weights, chosen = self.router(x)
-        added = self.experts(x, routing_weights, chosen, ops)
+        inputs = x if self.input_norm is None else self.input_norm(x)
+        added = self.experts(inputs, routing_weights, chosen, ops)
         # before the addition, every rank has the same residual and so the same experts per token
         added = added if self.group is None else self.group.all_reduce(added)
         if self.shared is None:

@@ -52,16 +52,17 @@ def stacked_experts(
     in_turn: bool = False,
     bias: bool = False,
     projections: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
+    outputs_first: bool = False,
 ) -> Experts:
     """Read the two matrices of the experts, by their names in `projections`.
 
     gate: the activation; None: SwiGLU. in_turn: outputs are gate 0, up 0, gate 1, ...; False: all of gate, then all of up. bias: of
-    the experts. Raises: ConfigError.
+    the experts. outputs_first: all matrices are `[E, out, in]`; False: of either form. Raises: ConfigError.
     """
     shard = weights.shard
     inner = shard.part(0, inner_size) or Part(0, 0, inner_size)
-    gate_up = _matrices(weights, f"{prefix}.{projections[0]}", num_experts, 2 * inner_size, hidden_size)
-    down = _matrices(weights, f"{prefix}.{projections[1]}", num_experts, hidden_size, inner_size)
+    gate_up = _matrices(weights, f"{prefix}.{projections[0]}", num_experts, 2 * inner_size, hidden_size, outputs_first)
+    down = _matrices(weights, f"{prefix}.{projections[1]}", num_experts, hidden_size, inner_size, outputs_first)
     gate_up_bias, down_bias = None, None
     if bias:
         gate_up_bias = weights.tensor(f"{prefix}.experts.gate_up_proj_bias", num_experts, 2 * inner_size)
@@ -87,8 +88,10 @@ def stacked_experts(
     return make_experts(experts(), gate)
 
 
-def _matrices(weights: WeightLoader, name: str, num_experts: int, rows: int, columns: int) -> Tensor:
+def _matrices(
+    weights: WeightLoader, name: str, num_experts: int, rows: int, columns: int, outputs_first: bool
+) -> Tensor:
     """`[E, out, in]`. Published checkpoints have `[E, in, out]`; transformers 5 writes some families the other way round."""
-    if rows != columns and weights.shape(name) == (num_experts, rows, columns):
+    if outputs_first or (rows != columns and weights.shape(name) == (num_experts, rows, columns)):
         return weights.tensor(name, num_experts, rows, columns)
     return weights.tensor(name, num_experts, columns, rows).mT
