@@ -198,6 +198,57 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "spiral"}}}, "rope type 'spiral'"),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention must be null or "vision"'),
+    ("gemma4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types must be full_attention in the last layer"),
+    (
+        "gemma4_text",
+        {"per_layer_config": None, "num_global_key_value_heads": 3},
+        r"num_attention_heads must be a multiple of the KV heads of layers without a window \(3\), not 4",
+    ),
+    ("gemma4_text", {"per_layer_config": None, "global_head_dim": 31}, "global_head_dim must be even, not 31"),
+    (
+        "gemma4_text",
+        {"per_layer_config": None, "global_head_dim": 34},
+        r"layers\.1\.self_attn\.(q|k)_norm\.weight has shape \[32\], config\.json says \[34\]",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 32}}},
+        "per_layer_config must be head_dim and num_key_value_heads of layers with full_attention",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 32}}},
+        "per_layer_config must be the same for each layer with",
+    ),
+    ("gemma4_text", {"attention_k_eq_v": False}, r"layers\.1\.self_attn\.v_proj\.weight is in none of"),
+    ("gemma4_text", {"enable_moe_block": True}, "num_experts is missing"),
+    (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+        "top_k_experts must be at most 4, not 5",
+    ),
+    (
+        "gemma4_text",
+        {"num_kv_shared_layers": 3},
+        "num_kv_shared_layers must be fewer, so that a layer of each kind has",
+    ),
+    ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers must be at most 3, not 4"),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
+        r"vocab_size_per_layer_input must be at least vocab_size \(320\), not 100",
+    ),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8},
+        r"per_layer_input_gate\.weight is in none of model\.safetensors",
+    ),
+    (
+        "gemma4_text",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor must be at most 1, not 1.5",
+    ),
     ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "such that an even number of a head's 16 is rotated"),
     (
         "glm4",

@@ -15,7 +15,12 @@ from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.models.kv_cache import STATE_WINDOW
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.family_checkpoints import make_chunked_model, make_mixed_model, make_state_model
+from tests.support.models.family_checkpoints import (
+    make_chunked_model,
+    make_gemma4_model,
+    make_mixed_model,
+    make_state_model,
+)
 from tests.support.models.oracle import Oracle
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
@@ -38,7 +43,8 @@ class Model(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=["mixed", "chunks", "states", "delta", pytest.param("mamba", marks=pytest.mark.slow)]
+    scope="module",
+    params=["mixed", "chunks", "gemma4", "states", "delta", pytest.param("mamba", marks=pytest.mark.slow)],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Layers with a window have twice the KV heads of others, or a state in place of keys and values; or most have chunks, and all
@@ -48,6 +54,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return Model(make_mixed_model(folder), Oracle(folder), (0, 19), (1, 2))
     if request.param == "chunks":
         return Model(make_chunked_model(folder), Oracle(folder), (0,) * 4, (2,), (0, 13, 13, 13))
+    if request.param == "gemma4":
+        return Model(make_gemma4_model(folder), Oracle(folder), (0, 13), (1, 2))
     if request.param == "states":
         return Model(make_state_model(folder), Oracle(folder), (0, STATE_WINDOW), (2, 4))
     if request.param == "delta":

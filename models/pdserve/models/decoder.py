@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,21 +20,10 @@ from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.layers.embedding import Embedding
+from pdserve.models.layers.token_inputs import TokenInputs
 from pdserve.models.model_inputs import ModelInputs
 from pdserve.models.vision.vision_tower import VisionTower
-
-Embedding = Callable[[Tensor], Tensor]
-"""`[T]` int64 token ids -> `[T, H]`."""
-
-
-def embedding_table(weight: Tensor) -> Embedding:
-    """weight `[V, H]`."""
-    return lambda token_ids: weight.index_select(0, token_ids)
-
-
-def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
-    """The embeddings times `scale`."""
-    return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids).mul_(scale)
 
 
 class _Rotation(NamedTuple):
@@ -83,8 +72,11 @@ class Decoder:
         lm_head: OutputHead | None,
         classifier: ClassificationHead | None = None,
         vision_tower: VisionTower | None = None,
+        token_inputs: TokenInputs | None = None,
     ) -> None:
-        """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images."""
+        """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images.
+        token_inputs: of a model whose layers read ids of tokens."""
+        self._token_inputs = token_inputs
         self.vision_tower = vision_tower
         self.config = config
         self.classifier = classifier
@@ -131,7 +123,9 @@ class Decoder:
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """The same decoder with other layers."""
         head, tower = self._lm_head, self.vision_tower
-        return Decoder(self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower)
+        return Decoder(
+            self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower, self._token_inputs
+        )
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -140,11 +134,17 @@ class Decoder:
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Write this step's keys and values into the cache and return the last hidden states `[N, H]` of `inputs.output_rows`.
 
-        Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
+        Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither, or no ids where
+        layers read them.
         """
         plans = [inputs.plans[spec] for spec in self._specs]
         phases = [rotation.phases(inputs.positions) for rotation in self._ropes]
         residual = inputs.embedded(self.embed_input_ids)
+        of_tokens: Sequence[Tensor | None] = [None] * len(self._layers)
+        if self._token_inputs is not None:
+            if inputs.token_ids is None:
+                raise ValueError("layers read ids of tokens, and only embeddings are given")
+            of_tokens = list(self._token_inputs(inputs.token_ids, residual))
         first_norm = self._norms[0]
         x = residual if first_norm is None else first_norm(residual)
         if (hidden := self._in_one_call(residual, x, phases, plans, inputs)) is not None:
@@ -152,7 +152,8 @@ class Decoder:
         kinds = zip(self._spec_indices, self._rope_indices, strict=True)
         deepstack = iter(inputs.deepstack)
         last, carried = self._layers[-1], None
-        for layer, next_norm, (spec, rope) in zip(self._layers, self._norms[1:], kinds, strict=True):
+        each = zip(self._layers, self._norms[1:], kinds, of_tokens, strict=True)
+        for layer, next_norm, (spec, rope), of_layer in each:
             if inputs.before_layer is not None:
                 inputs.before_layer()
             added = next(deepstack, None)
@@ -162,7 +163,7 @@ class Decoder:
                 layer.store(x, phases[rope], plans[spec], inputs.ops)
                 return x[:0]
             residual, x, carried = layer.forward(
-                residual, x, norm, phases[rope], plans[spec], inputs.ops, rows, carried
+                residual, x, norm, phases[rope], plans[spec], inputs.ops, rows, carried, of_layer
             )
             if added is not None and inputs.deepstack_rows is not None:
                 residual = residual.index_add(0, inputs.deepstack_rows, added)

@@ -101,8 +101,8 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "Gemma4", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "Llama4", "LongcatFlash",
-    "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "Gemma4", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "Lfm2", "Llama4",
+    "LongcatFlash", "MiMoV2Flash", "MiniMaxM2", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {

@@ -476,7 +476,13 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         },
     ],
     "gemma4_text": [
-        {**_GEMMA4, "sliding_window": 13, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32},
+        {
+            **_GEMMA4,
+            "sliding_window": 13,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+        },
         {
             **_GEMMA4,
             "sliding_window": 9,
@@ -501,10 +507,24 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "moe_intermediate_size": 20,
             "rope_parameters": {
                 "full_attention": {
-                    "rope_type": "proportional", "factor": 8.0, "rope_theta": 5000.0, "partial_rotary_factor": 0.5
+                    "rope_type": "proportional",
+                    "factor": 8.0,
+                    "rope_theta": 5000.0,
+                    "partial_rotary_factor": 0.5,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+        {
+            **_GEMMA4,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 40,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 330,
         },
     ],
     "glm4": [
@@ -634,6 +654,16 @@ def make_chunked_model(folder: Path) -> Path:
     """A checkpoint of Llama 4 with its tokenizer: 4 layers, three of them with chunks of 13 positions; returns its folder."""
     folder.mkdir(exist_ok=True)
     make_family(folder, "llama4_text", cases("llama4_text")[0])
+    save_tokenizer(folder)
+    return folder
+
+
+def make_gemma4_model(folder: Path) -> Path:
+    """A checkpoint of Gemma 4 with its tokenizer: layers without a window have one KV head of 40 numbers, others two of 16; three
+    of six layers use keys of earlier ones, and all read ids of tokens; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    fields = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False}
+    make_family(folder, "gemma4_text", OPTIONS["gemma4_text"][3] | fields)
     save_tokenizer(folder)
     return folder
 

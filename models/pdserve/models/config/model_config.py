@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,7 @@ from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedFor
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.token_inputs import TokenInputs
 from pdserve.models.weights.quantized.quantization_method import QuantizationMethod
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -179,6 +181,10 @@ class ModelConfig:
         """KV heads of a layer, of all ranks."""
         return self.family.layer_kv_heads[layer] if self.family.layer_kv_heads else self.num_kv_heads
 
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values this one attends to: itself, or an earlier one."""
+        return self.family.key_layers[layer] if self.family.key_layers else layer
+
     def _shape_of(self, layer: int) -> tuple[int, int]:
         """KV heads and numbers of a head: equal for layers whose blocks have one shape."""
         return _STATE if self.has_state(layer) else (self.layer_kv_heads(layer), self.layer_head_dim(layer))
@@ -188,10 +194,12 @@ class ModelConfig:
         """Layers of each KV cache group: of equal KV heads, and of one kind where windows, or chunks, are groups of their own."""
         shapes: dict[tuple[int, int], list[int]] = {}
         for layer in range(self.num_layers):
+            if self.keys_of(layer) != layer:
+                continue
             shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
-        # layers with a state come last: routers learn only of the first group, which is to have every full block
-        for kind, layers in sorted(shapes.items(), key=lambda each: each[0] == _STATE):
+        # routers learn only of the first group, which is to have every full block if any has
+        for kind, layers in sorted(shapes.items(), key=lambda each: (each[0] == _STATE, not self._keeps_all(each[1]))):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
             if self.hybrid_kv_cache and kind != _STATE:
                 found = kv_cache_group_layers(
@@ -200,8 +208,13 @@ class ModelConfig:
             groups += [tuple(layers[place] for place in group) for group in found]
         return tuple(groups)
 
+    def _keeps_all(self, layers: Sequence[int]) -> bool:
+        """True if one of these layers attends to all earlier tokens."""
+        return any(self.sliding_windows[layer] is None and self.layer_chunk(layer) is None for layer in layers)
+
     def kv_cache_place(self, layer: int) -> tuple[int, int]:
-        """(number of the layer's KV cache group, the layer's index in the group's blocks)."""
+        """(number of the layer's KV cache group, the layer's index in the group's blocks); of the layer whose keys it uses."""
+        layer = self.keys_of(layer)
         for group_id, layers in enumerate(self.kv_cache_group_layers):
             if layer in layers:
                 return group_id, layers.index(layer)
@@ -339,6 +352,8 @@ class FamilyLayers:
     """KV heads per layer; empty: all have `num_key_value_heads`."""
     layer_head_dims: tuple[int, ...] = ()
     """Numbers of a head per layer; empty: all have `head_dim`."""
+    key_layers: tuple[int, ...] = ()
+    """Per layer, see `ModelConfig.keys_of`; empty: each layer has keys and values of its own."""
     attention_chunks: tuple[int | None, ...] = ()
     """Per layer, see `ModelConfig.layer_chunk`; empty: no layer has chunks. A layer with chunks has no window."""
     temperature: QueryTemperature | None = None
@@ -411,6 +426,11 @@ class FamilyLayers:
         return None
 
     @property
+    def reads_token_ids(self) -> bool:
+        """True: layers read ids of tokens, so that prompts cannot be embeddings."""
+        return False
+
+    @property
     def has_qk_norm(self) -> bool:
         """True: queries and keys are normalised per head."""
         return self.qk_norm
@@ -447,6 +467,14 @@ class FamilyLayers:
             mlp_post_norm=norm(self.norms.mlp_post),
             residual_multiplier=self.residual_multiplier,
         )
+
+    def linked(self, layers: list[DecoderLayer]) -> list[DecoderLayer]:
+        """All layers, those that use what others keep linked to them."""
+        return layers
+
+    def load_token_inputs(self, weights: WeightLoader, config: ModelConfig) -> TokenInputs | None:
+        """What each layer adds of a token's id; None: layers add nothing. Raises: ConfigError."""
+        return None
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
         """Raises: ConfigError."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.layers.gated_activations import geglu_tanh
 from pdserve.kernels.layers.rms_norm import RmsNorm
@@ -21,15 +21,19 @@ from pdserve.models.config.sliding_windows import windows_of_types
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
+from pdserve.models.layers.embedding import make_embedding
+from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.mlp_next_to_experts import MlpNextToExperts
 from pdserve.models.layers.routing import NormedRouter
-from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.self_attention import SelfAttention, SharedKeys
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.layers.stacked_experts import stacked_experts
+from pdserve.models.layers.token_inputs import TokenInput, TokenInputs
 from pdserve.models.weights.weight_loader import WeightLoader
 
 _FULL = "full_attention"
 _MAX_WIDTH = 1 << 16
+_KEY_WEIGHT = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.[kv]_(?:proj|norm)\.")
 _ROPES: Mapping[str, Mapping[str, object]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -61,10 +65,17 @@ class Gemma4(Gemma2):
     """Experts per token."""
     expert_size: int
     """Inner size I of an expert."""
+    token_size: int
+    """Numbers P of a token's id that each layer reads; 0: none."""
+    token_vocab_size: int
+    """Ids of which there are such numbers."""
+    widens_readers: bool
+    """True: the MLP of a layer that has no keys is twice as wide."""
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Gemma4:
-        cls._refuse_other_models(config)
+        if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+            raise config.error("use_bidirectional_attention", 'null or "vision", which texts do not notice')
         kinds = ["sliding_attention" if (layer + 1) % 6 else _FULL for layer in range(num_layers - 1)] + [_FULL]
         windows = windows_of_types(config, kinds, default_window=512)
         if windows[-1] is not None:
@@ -79,6 +90,7 @@ class Gemma4(Gemma2):
         has_experts = config.boolean("enable_moe_block", False)
         num_experts = config.integer("num_experts", maximum=MAX_EXPERTS) if has_experts else 0
         bias = config.boolean("attention_bias", False)
+        token_size = config.integer("hidden_size_per_layer_input", 256, minimum=0, maximum=_MAX_WIDTH)
         return cls(
             sliding_windows=windows,
             qkv_bias=bias,
@@ -92,19 +104,28 @@ class Gemma4(Gemma2):
             num_experts=num_experts,
             top_k=config.integer("top_k_experts", maximum=num_experts) if has_experts else 0,
             expert_size=config.integer("moe_intermediate_size", maximum=MAX_EXPERT_SIZE) if has_experts else 0,
+            key_layers=cls._key_layers(config, windows),
+            widens_readers=config.boolean("use_double_wide_mlp", False),
+            token_size=token_size,
+            token_vocab_size=cls._token_vocab_size(config) if token_size else 0,
         )
 
     @classmethod
-    def _refuse_other_models(cls, config: JsonObject) -> None:
-        """Raises: UnsupportedModel for what is not computed, ConfigError."""
-        if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-            raise config.error("use_bidirectional_attention", 'null or "vision", which texts do not notice')
-        for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-            value = config.integer(name, default, minimum=0)
-            if value:
-                raise UnsupportedModel(
-                    f"{config.where}: {name} is {value}, which {cls.model_type} does not compute; it must be 0"
-                )
+    def _key_layers(cls, config: JsonObject, windows: Sequence[int | None]) -> tuple[int, ...]:
+        """The last layers use the keys and values of the last one of their kind that has some."""
+        num_layers = len(windows)
+        first = num_layers - config.integer("num_kv_shared_layers", 0, minimum=0, maximum=num_layers - 1)
+        own = {windows[layer] is None: layer for layer in range(first)}
+        if any((window is None) not in own for window in windows):
+            raise config.error("num_kv_shared_layers", "fewer, so that a layer of each kind has keys of its own")
+        return tuple(layer if layer < first else own[windows[layer] is None] for layer in range(num_layers))
+
+    @classmethod
+    def _token_vocab_size(cls, config: JsonObject) -> int:
+        size, vocab_size = config.integer("vocab_size_per_layer_input", 262144), config.integer("vocab_size")
+        if size < vocab_size:
+            raise config.error("vocab_size_per_layer_input", f"at least vocab_size ({vocab_size})")
+        return size
 
     @classmethod
     def _full_heads(cls, config: JsonObject) -> tuple[int, int]:
@@ -151,6 +172,10 @@ class Gemma4(Gemma2):
             config = JsonObject({"rope_parameters": dict(_ROPES)}, config.where)
         return rope_of_layer_type(config, kind, head_dim, max_positions, cls.default_rope_theta)
 
+    @property
+    def reads_token_ids(self) -> bool:
+        return self.token_size > 0
+
     def loading_refusal(self, quantization: str | None, load_format: str) -> str | None:
         if quantization is not None and self.num_experts:
             return f"quantization is {quantization!r}, which the stacked experts of {self.model_type} do not support"
@@ -158,13 +183,57 @@ class Gemma4(Gemma2):
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         sizes = super().inner_sizes(intermediate_size)
+        if self.token_size:
+            sizes["vocab_size_per_layer_input"] = self.token_vocab_size
         return sizes | ({"moe_intermediate_size": self.expert_size} if self.num_experts else {})
 
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         layer = super().load_layer(weights, config, index)
         if self.num_experts:
             layer = replace(layer, mlp_norm=None)
-        return replace(layer, scale=weights.tensor(f"model.layers.{index}.layer_scalar", 1))
+        prefix, hidden, size = f"model.layers.{index}", config.hidden_size, self.token_size
+        token_input = None
+        if size:
+            token_input = TokenInput(
+                make_linear(weights.matrix(f"{prefix}.per_layer_input_gate", size, hidden)),
+                make_linear(weights.matrix(f"{prefix}.per_layer_projection", hidden, size)),
+                self.load_norm(weights, f"{prefix}.post_per_layer_input_norm.weight", config),
+            )
+        return replace(layer, scale=weights.tensor(f"{prefix}.layer_scalar", 1), token_input=token_input)
+
+    def linked(self, layers: list[DecoderLayer]) -> list[DecoderLayer]:
+        """Each kept layer has a place for its keys of a step, which its readers read."""
+        shared = {layer: SharedKeys() for layer, owner in enumerate(self.key_layers) if owner != layer}
+        shared = {self.key_layers[layer]: keys for layer, keys in shared.items()}
+        found = []
+        for layer, owner in zip(layers, self.key_layers, strict=True):
+            assert isinstance(layer.attention, SelfAttention)
+            found.append(replace(layer, attention=replace(layer.attention, shared=shared.get(owner))))
+        return found
+
+    def load_token_inputs(self, weights: WeightLoader, config: ModelConfig) -> TokenInputs | None:
+        if not self.token_size:
+            return None
+        hidden, width = config.hidden_size, config.num_layers * self.token_size
+        rows = weights.shard.part(0, self.token_vocab_size)
+        table = weights.tensor("model.embed_tokens_per_layer.weight", self.token_vocab_size, width, part=rows)
+        scale = float(torch.tensor(self.token_size**0.5, dtype=table.dtype))
+        norm = weights.norm("model.per_layer_projection_norm.weight", self.token_size, config.rms_norm_eps)
+        return TokenInputs(
+            table=make_embedding(table, scale, weights.shard.group),
+            projection=make_linear(weights.matrix("model.per_layer_model_projection", width, hidden)),
+            projection_scale=hidden**-0.5,
+            norm=norm,
+            num_layers=config.num_layers,
+            factor=2**-0.5,
+        )
+
+    def ignores(self, weight: str, num_layers: int) -> bool:
+        """Checkpoints may have keys of layers that use those of others."""
+        found = _KEY_WEIGHT.match(weight)
+        if found is not None and self.key_layers[layer := int(found[1])] != layer:
+            return True
+        return super().ignores(weight, num_layers)
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
         return SelfAttention.load(
@@ -172,10 +241,15 @@ class Gemma4(Gemma2):
             order=config.head_order(index), qkv_bias=self.qkv_bias, output_bias=self.output_bias,
             qk_norm_eps=config.rms_norm_eps, norms_values=True,
             values_are_keys=self.values_are_keys and self.sliding_windows[index] is None,
+            has_keys=self.key_layers[index] == index,
         )  # fmt: skip
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
-        mlp = super().load_mlp(weights, prefix, config, index)
+        is_wide = self.widens_readers and self.key_layers[index] != index
+        mlp = GatedMlp.load(
+            weights, prefix, config.hidden_size, config.intermediate_size * (1 + is_wide),
+            bias=False, activation=self.activations[0],
+        )  # fmt: skip
         if not self.num_experts:
             return mlp
         layer, hidden, size = prefix.removesuffix(".mlp"), config.hidden_size, self.expert_size
@@ -199,7 +273,6 @@ class Gemma4(Gemma2):
             experts = SparseMlp.load(
                 weights, layer, hidden, size, num_experts=self.num_experts, router=router, gate=geglu_tanh
             ).experts
-        assert not isinstance(mlp, SparseMlp | MlpNextToExperts)
         return MlpNextToExperts(
             mlp_norm=norm("pre_feedforward_layernorm"),
             mlp=mlp,

@@ -17,6 +17,7 @@ from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.mamba2 import Mamba2
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.short_conv import ShortConv
+from pdserve.models.layers.token_inputs import TokenInput
 
 
 class FeedForward(Protocol):
@@ -56,6 +57,8 @@ class DecoderLayer:
     """Factor of both outputs."""
     scale: Tensor | None = None
     """`[1]`: factor of the stream after the layer; None: there is none."""
+    token_input: TokenInput | None = None
+    """What is added of a token's id before the factor; None: nothing. Needs `scale`."""
     shortcut: FeedForward | None = None
     """A second MLP, or experts, with the input of `mlp`, whose output is added at the end of the next layer; None: no such part."""
 
@@ -69,12 +72,13 @@ class DecoderLayer:
         ops: LayerOps,
         output_rows: Tensor | None = None,
         carried: Tensor | None = None,
+        of_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The residual stream after this layer, its `next_norm`, and the output of `shortcut` `[T, H]`.
 
         residual `[T, H]`, may be overwritten; x `[T, H]`: `input_norm(residual)`, or residual itself without the norm; phases
         `[T, 1, D / 2]`; plan: the step's plan for `attention.spec`; output_rows `[N]`: tokens whose result is needed, None: all T
-        -> `[N, H]` each. carried `[T, H]`: the output of the last layer's `shortcut`.
+        -> `[N, H]` each. carried `[T, H]`: the output of the last layer's `shortcut`. of_tokens `[T, P]`: for `token_input`.
         """
         attended = self.attention.attend(x, phases, plan, ops)  # type: ignore[arg-type]  # each has the plan of its spec
         if output_rows is not None:
@@ -89,6 +93,9 @@ class DecoderLayer:
             residual = residual.add_(carried if output_rows is None else carried.index_select(0, output_rows))
         if self.scale is not None:
             residual, _ = self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, None, ops)
+            if self.token_input is not None and of_tokens is not None:
+                rows = of_tokens if output_rows is None else of_tokens.index_select(0, output_rows)
+                residual = residual.add_(self.token_input(residual, rows))
             residual = residual.mul_(self.scale)
             return residual, residual if next_norm is None else next_norm(residual), left
         if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
@@ -117,6 +124,7 @@ class DecoderLayer:
             or attention.gate is not None
             or attention.scales_queries
             or attention.value_norm is not None
+            or attention.shared is not None
             or self.scale is not None
         ):
             return None
