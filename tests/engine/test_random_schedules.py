@@ -27,7 +27,7 @@ from tests.support.engine.drafters import speculation, text_or_greedy_drafter, u
 from tests.support.engine.engine_harness import Answer, Harness, MakeEngine, specs_of
 from tests.support.engine.engine_invariants import CacheContents, StepInvariants
 from tests.support.engine.engine_pair import Pair
-from tests.support.engine.hash_model import STATE, Window, greedy_answer, sampled_answer, windows_of
+from tests.support.engine.hash_model import STATE, Chunk, Window, greedy_answer, sampled_answer, windows_of
 from tests.support.engine.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
@@ -401,6 +401,27 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
 )
 def test_i2_i3_i4_i6_i13_i14_lives_with_states(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
     live_with_windows(make_engine, harnesses, seeds, ((None, STATE), (STATE,), (None, 5, STATE), (9, STATE)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(9000, 9010),
+        *(pytest.param(range(first, first + 60), marks=pytest.mark.slow) for first in range(10_000, 10_180, 60)),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
+def test_i2_i3_i4_i6_i13_lives_with_chunks(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
+    chunks = (
+        Chunk(6),
+        (None, Chunk(5)),
+        (None, Chunk(8), Chunk(8)),
+        (Chunk(16), Chunk(9)),
+        Chunk(4),
+        (None, 7, Chunk(13)),
+    )
+    live_with_windows(make_engine, harnesses, seeds, chunks)
 
 
 @pytest.mark.few(1)

@@ -212,8 +212,8 @@ def test_unsupported(fields: dict[str, Any], message: str, tmp_path: Path) -> No
         ({"rope_theta": 1}, "rope_theta must be above 1"),
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1}}, "an integer of at least 2"),
         (
-            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
-            r"high_freq_factor must be above low_freq_factor \(4\)",
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 3}},
+            r"high_freq_factor must be at least low_freq_factor \(4\)",
         ),
         ({"eos_token_id": -1}, "eos_token_id must be a token id"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),

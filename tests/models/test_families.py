@@ -19,7 +19,7 @@ from pdserve.models.weights.rank_shard import RankShard
 from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
 from tests.support.kernels.paged_run import PagedRun
 from tests.support.models.checkpoints import edit_json
-from tests.support.models.family_checkpoints import OPTIONS, cases, make_family
+from tests.support.models.family_checkpoints import OPTIONS, WHOLES, cases, make_family
 from tests.support.models.family_exactness import (
     ARCHITECTURES,
     RECORD,
@@ -34,8 +34,8 @@ NEW = [family for family in OPTIONS if family not in ("llama", "mistral", "qwen2
 """Families whose plain case `test_decoder_oracle.py` does not have."""
 CASES = [
     pytest.param(family, fields, marks=() if index == 0 and family in NEW else pytest.mark.slow, id=f"{family}-{index}")
-    for family in OPTIONS
-    for index, fields in enumerate(cases(family))
+    for family in (*OPTIONS, *WHOLES)
+    for index, fields in enumerate(cases(family)[: 1 if family in WHOLES else None])
 ]
 
 
@@ -63,7 +63,8 @@ def test_bfloat16_is_about_as_close_to_the_truth_as_transformers(family: str, tm
 
 def test_every_family_has_cases_and_a_record() -> None:
     # tests/models/test_images.py has those with images
-    assert set(OPTIONS) == {family.model_type for family in FAMILIES.values() if not family.has_images}
+    of_texts = {family.model_type for family in FAMILIES.values() if not family.has_images}
+    assert set(OPTIONS) | set(WHOLES) == of_texts
     record = json.loads(RECORD.read_text())
     assert {family: row["architecture"] for family, row in record.items()} == ARCHITECTURES
     for family, row in record.items():
@@ -190,6 +191,24 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
         {"no_rope_layers": None, "no_rope_layer_interval": 0},
         "no_rope_layer_interval must be an integer of at least 1",
     ),
+    (
+        "llama4_text",
+        {"attention_chunk_size": None, "layer_types": None},
+        "attention_chunk_size must be a number where layers have chunks, not null",
+    ),
+    (
+        "llama4_text",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types must be 4 times full_attention or chunked",
+    ),
+    ("llama4_text", {"moe_layers": ["0"]}, "moe_layers must be a list of layer numbers"),
+    ("llama4_text", {"moe_layers": [0]}, r"layers\.1\.feed_forward\.gate_proj\.weight is in none of"),
+    ("llama4_text", {"no_rope_layers": [1, 1]}, "no_rope_layers must be a 0 or 1 for each of 4 layers"),
+    ("llama4_text", {"num_local_experts": 0}, "num_local_experts must be at least 1, not 0"),
+    ("llama4_text", {"num_local_experts": 4}, r"router\.weight has shape \[5, 64\], config\.json says \[4, 64\]"),
+    ("llama4_text", {"floor_scale": 0}, "floor_scale must be an integer of at least 1, not 0"),
+    ("llama4_text", {"attn_temperature_tuning": 4}, "attn_temperature_tuning must be true or false, not 4"),
+    ("llama4_text", {"attention_bias": True}, r"q_proj\.bias is in none of model\.safetensors"),
     ("seed_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'; supported for SeedOssForCausalLM: silu"),
     ("seed_oss", {"attention_bias": False}, "12 weights have no place: .*k_proj.bias"),
     ("seed_oss", {"attention_out_bias": True}, r"o_proj\.bias is in none of model\.safetensors"),
@@ -209,6 +228,57 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "spiral"}}}, "rope type 'spiral'"),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention must be null or "vision"'),
+    ("gemma4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types must be full_attention in the last layer"),
+    (
+        "gemma4_text",
+        {"per_layer_config": None, "num_global_key_value_heads": 3},
+        r"num_attention_heads must be a multiple of the KV heads of layers without a window \(3\), not 4",
+    ),
+    ("gemma4_text", {"per_layer_config": None, "global_head_dim": 31}, "global_head_dim must be even, not 31"),
+    (
+        "gemma4_text",
+        {"per_layer_config": None, "global_head_dim": 34},
+        r"layers\.1\.self_attn\.(q|k)_norm\.weight has shape \[32\], config\.json says \[34\]",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 32}}},
+        "per_layer_config must be head_dim and num_key_value_heads of layers with full_attention",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 32}}},
+        "per_layer_config must be the same for each layer with",
+    ),
+    ("gemma4_text", {"attention_k_eq_v": False}, r"layers\.1\.self_attn\.v_proj\.weight is in none of"),
+    ("gemma4_text", {"enable_moe_block": True}, "num_experts is missing"),
+    (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+        "top_k_experts must be at most 4, not 5",
+    ),
+    (
+        "gemma4_text",
+        {"num_kv_shared_layers": 3},
+        "num_kv_shared_layers must be fewer, so that a layer of each kind has",
+    ),
+    ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers must be at most 3, not 4"),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
+        r"vocab_size_per_layer_input must be at least vocab_size \(320\), not 100",
+    ),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8},
+        r"per_layer_input_gate\.weight is in none of model\.safetensors",
+    ),
+    (
+        "gemma4_text",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor must be at most 1, not 1.5",
+    ),
     ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "such that an even number of a head's 16 is rotated"),
     (
         "glm4",
@@ -252,6 +322,26 @@ def test_a_checkpoint_without_a_bias_of_the_choice(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     weights = {name: weight for name, weight in load_file(path).items() if not name.endswith("e_score_correction_bias")}
     weights["model.layers.0.post_mlp_layernorm.weight"] = torch.full((64,), 7.0)
+    save_file(weights, path, metadata={"format": "pt"})
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    found = PagedRun(load_decoder(tmp_path)).step({}, {"a": tokens})["a"]
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+
+
+def test_experts_in_matrices_of_their_own(tmp_path: Path) -> None:
+    """Tools that quantize matrices write Llama 4 so: one matrix per expert and projection, outputs first."""
+    model = make_family(tmp_path, "llama4_text", cases("llama4_text")[1])
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stacked, prefix = weights.pop(name), name.rpartition(".")[0]
+        for expert, matrix in enumerate(stacked.mT):
+            parts = matrix.chunk(2) if name.endswith("gate_up_proj") else [matrix]
+            kinds = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+            for kind, part in zip(kinds, parts, strict=True):
+                weights[f"{prefix}.{expert}.{kind}_proj.weight"] = part.contiguous()
     save_file(weights, path, metadata={"format": "pt"})
     tokens = list(range(40))
     with torch.inference_mode():

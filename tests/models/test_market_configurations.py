@@ -72,6 +72,34 @@ PICTURES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+CHUNKS: dict[str, Any] = {
+    "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0,
+    "intermediate_size_mlp": 128, "no_rope_layers": [], "num_experts_per_tok": 1, "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}  # fmt: skip
+HEADS_OF_TWO_SIZES: dict[str, Any] = {
+    "model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True, "final_logit_softcapping": 30.0,
+    "global_head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"], "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024, "tie_word_embeddings": True, "use_bidirectional_attention": "vision", "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+GEMMA4_PARTS: dict[str, Any] = {
+    "audio_config": None, "audio_token_id": 310, "boa_token_id": 311, "boi_token_id": 312, "eoa_token_id": 313,
+    "eoa_token_index": 313, "eoi_token_id": 314, "image_token_id": 315, "video_token_id": 316, "tie_word_embeddings": True,
+    "vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "patch_size": 16, "use_clipped_linears": False},
+    "vision_soft_tokens_per_image": 280, "transformers_version": "5.5.0.dev0",
+}  # fmt: skip
+OTHER_PARTS: dict[str, Any] = {
+    "boi_token_index": 300, "eoi_token_index": 301, "image_token_index": 302, "transformers_version": "4.51.0.dev0",
+    "image_processor_config": {"add_global_tile": True, "max_patches": 16, "resize_to_max_canvas": False},
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 32, "patch_size": 14},
+}  # fmt: skip
+
 
 def text(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return SIZES | {"architectures": [architecture], "model_type": model_type} | fields
@@ -138,6 +166,48 @@ LOADS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True, scoring_func="sigmoid", n_group=1, topk_group=1, topk_method="noaux_tc", routed_scaling_factor=None,
         layernorm_epsilon=1e-6, attention_bias=False, attention_value_scale=0.707, add_swa_attention_sink_bias=True,
         add_full_attention_sink_bias=False, quantization_config=BLOCKS,
+    ),
+    "heads of two sizes, experts next to MLPs": wrapped(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        HEADS_OF_TWO_SIZES
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        **GEMMA4_PARTS,
+    ),
+    "heads of two sizes, NVFP4": wrapped(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        HEADS_OF_TWO_SIZES
+        | {
+            "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+            "expert_intermediate_size": None,
+        },
+        **GEMMA4_PARTS, quantization_config=NVFP4,
+    ),
+    "keys of earlier layers, ids in every layer": wrapped(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        HEADS_OF_TWO_SIZES
+        | {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "use_double_wide_mlp": True,
+            "attention_k_eq_v": False, "num_global_key_value_heads": None,
+        },
+        **GEMMA4_PARTS | {"audio_config": {"model_type": "gemma4_audio", "hidden_size": 32}},
+    ),
+    "chunks, experts in every layer": wrapped(
+        "Llama4ForConditionalGeneration", "llama4",
+        CHUNKS
+        | {
+            "interleave_moe_layer_step": 1, "num_local_experts": 4, "use_qk_norm": True,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        **OTHER_PARTS,
+    ),
+    "chunks, experts in every second layer": wrapped(
+        "Llama4ForConditionalGeneration", "llama4",
+        CHUNKS | {"interleave_moe_layer_step": 2, "num_local_experts": 8, "rope_scaling": None, "use_qk_norm": False},
+        **OTHER_PARTS,
     ),
     "latent attention, fp8 in blocks": text(
         "DeepseekV3ForCausalLM", "deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
@@ -354,10 +424,6 @@ NEEDS: dict[str, tuple[dict[str, Any], str]] = {
         "time_step_limit other than 0 and infinity",
     ),
     "an index of keys": (text("GlmMoeDsaForCausalLM", "glm_moe_dsa", n_routed_experts=8), "indexed_attention"),
-    "chunks": (
-        wrapped("Llama4ForConditionalGeneration", "llama4", {"attention_chunk_size": 8192}),
-        "needs chunked attention, and layers of different shapes",
-    ),
     "layers of different shapes": (
         text("DeciLMForCausalLM", "nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": 8}}]),
         "needs layers of different shapes",

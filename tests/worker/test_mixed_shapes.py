@@ -15,7 +15,12 @@ from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.models.kv_cache import STATE_WINDOW
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.family_checkpoints import make_mixed_model, make_state_model
+from tests.support.models.family_checkpoints import (
+    make_chunked_model,
+    make_gemma4_model,
+    make_mixed_model,
+    make_state_model,
+)
 from tests.support.models.oracle import Oracle
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
@@ -28,9 +33,13 @@ class Model(NamedTuple):
     windows: tuple[int, ...]
     num_heads: tuple[int, ...]
     """Of each shape."""
+    chunks: tuple[int, ...] = ()
 
     def num_sent(self, num_tokens: int) -> int:
-        return len(TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE))
+        return len(self.order(num_tokens))
+
+    def order(self, num_tokens: int) -> TransferOrder:
+        return TransferOrder.of(self.windows, num_tokens, BLOCK_SIZE, self.chunks)
 
 
 STATES = {
@@ -44,13 +53,23 @@ SLOW = ("granite", "nemotron", "next to attention", "channels")
 
 @pytest.fixture(
     scope="module",
-    params=["mixed", *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STATES)],
+    params=[
+        "mixed",
+        "chunks",
+        "gemma4",
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STATES),
+    ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Layers with a window have twice the KV heads of others, or a state in place of keys and values; or all have states."""
+    """Layers with a window have twice the KV heads of others, or a state in place of keys and values; or all have states; or most
+    have chunks, and all blocks one shape."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "mixed":
         return Model(make_mixed_model(folder), Oracle(folder), (0, 19), (1, 2))
+    if request.param == "chunks":
+        return Model(make_chunked_model(folder), Oracle(folder), (0,) * 4, (2,), (0, 13, 13, 13))
+    if request.param == "gemma4":
+        return Model(make_gemma4_model(folder), Oracle(folder), (0, 13), (1, 2))
     family, num_heads = STATES[request.param]
     return Model(make_state_model(folder, family), Oracle(folder), (0, STATE_WINDOW)[-len(num_heads) :], num_heads)
 
@@ -61,6 +80,7 @@ async def test_i1_texts_over_each_connector(model: Model, connector: str) -> Non
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     async with running_pair(model.folder, connector=connector, **FIELDS) as pair:
         assert pair.d.identity.layout.group_windows == model.windows
+        assert pair.d.identity.layout.group_chunks == model.chunks
         assert tuple(shape.num_kv_heads for shape in pair.d.identity.layout.shapes) == model.num_heads
         for length in (5, 16, 17, 70, 200):
             answer = await ask(pair, prompt_of(length))
@@ -107,15 +127,15 @@ async def test_i14_a_source_that_publishes_blocks_of_one_shape_only_lets_nothing
     def partly(
         transfer: SourceTransfer, first_index: int, blocks: Sequence[int], digests: Sequence[tuple[int, ...]]
     ) -> None:
-        order = TransferOrder.of(model.windows, 70, BLOCK_SIZE).blocks(first_index, first_index + len(blocks))
-        # of one shape none
-        kept = [place for place, (group, _) in enumerate(order) if group == 0 < len(model.num_heads) - 1]
+        order = model.order(70).blocks(first_index, first_index + len(blocks))
+        # of one group none
+        kept = [place for place, (group, _) in enumerate(order) if group == 0 < len(model.windows) - 1]
         transfer._wanted = (0, len(kept))
         settled(transfer, first_index, [blocks[place] for place in kept], [digests[place] for place in kept])
 
     monkeypatch.setattr(SourceTransfer, "settled", partly)
     async with running_pair(model.folder, **FIELDS) as pair:
-        with pytest.raises(TransferFailed, match=r"the source finished after \d of [167] wanted blocks"):
+        with pytest.raises(TransferFailed, match=r"the source finished after \d of [1678] wanted blocks"):
             await ask(pair, prompt_of(70))
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import gt
 
-from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec, StateSpec
+from pdserve.models.kv_cache import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, StateSpec
 
 BlockCounts = tuple[int, ...]
 """Numbers of blocks, by shape."""
@@ -14,7 +14,7 @@ BlockCounts = tuple[int, ...]
 
 def num_window_blocks(window: int, block_size: int, step_tokens: int) -> int:
     """Blocks of a sequence that computes at most `step_tokens` per step and never needs more than it has: what it sees and a step,
-    rounded up to blocks at both ends."""
+    rounded up to blocks at both ends. window: tokens that one sees at most, of a window or a chunk."""
     return -(-(window - 1 + step_tokens) // block_size) + 1
 
 
@@ -54,6 +54,6 @@ def max_sequence_tokens(
 
 
 def _limit(spec: KVCacheSpec, num_blocks: int, block_size: int, step_tokens: int) -> int:
-    if isinstance(spec, SlidingWindowSpec):
-        return num_window_blocks(spec.sliding_window, block_size, step_tokens)
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return num_window_blocks(spec.reach, block_size, step_tokens)
     return _STATES if isinstance(spec, StateSpec) else num_blocks

@@ -12,6 +12,7 @@ from pdserve.models.families.ernie4_5_moe import Ernie45Moe
 from pdserve.models.families.falcon_h1 import FalconH1
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
+from pdserve.models.families.gemma4 import Gemma4, Gemma4WithOtherParts
 from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
@@ -20,6 +21,7 @@ from pdserve.models.families.jamba import Jamba
 from pdserve.models.families.kimi_linear import KimiLinear
 from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
+from pdserve.models.families.llama4 import Llama4, Llama4WithImages
 from pdserve.models.families.longcat_flash import LongcatFlash
 from pdserve.models.families.mamba import FalconMamba, Mamba2Model, MambaModel
 from pdserve.models.families.mamba_hybrids import Bamba, GraniteHybrid
@@ -58,6 +60,8 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "FalconMambaForCausalLM": FalconMamba,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
+    "Gemma4ForConditionalGeneration": Gemma4WithOtherParts,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4Moe,
     "Glm4MoeLiteForCausalLM": Glm4MoeLite,
@@ -67,6 +71,8 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "JambaForCausalLM": Jamba,
     "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
+    "Llama4ForCausalLM": Llama4,
+    "Llama4ForConditionalGeneration": Llama4WithImages,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
     "Mamba2ForCausalLM": Mamba2Model,
@@ -99,7 +105,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "YoutuForCausalLM": Youtu,
 }
 """The single entry of `architectures` in config.json -> its family."""
-_TEXT_PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Families whose name without an ending is that of models with images, and whose bodies and classifiers have names of their own."""
 _CAUSAL = {name.removesuffix("ForCausalLM"): name for name in FAMILIES if name.endswith("ForCausalLM")}
 BODIES: Mapping[str, str] = {
@@ -107,9 +113,9 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "FalconH1", "FalconMamba", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid",
-    "KimiLinear", "Lfm2", "LongcatFlash", "Mamba", "Mamba2", "MiMoV2Flash", "MiniMaxM2", "NemotronH", "Olmoe", "Qwen3_5Moe",
-    "SolarOpen", "Youtu",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "FalconH1", "FalconMamba", "Gemma4", "Glm4Moe", "Glm4MoeLite", "Granite",
+    "GraniteMoeHybrid", "KimiLinear", "Lfm2", "Llama4", "LongcatFlash", "Mamba", "Mamba2", "MiMoV2Flash", "MiniMaxM2", "NemotronH",
+    "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {

@@ -92,6 +92,7 @@ def stored_rows(copies: Copies) -> None:
 DECODES = attention(decodes=[1, 37, 300])
 CHUNKS = attention(prefills=[(17, 30), (0, 21)])
 WINDOWS = attention(decodes=[60], prefills=[(17, 30)], window=13)
+CHUNKED = attention(decodes=[60], prefills=[(17, 30)], chunk=13)
 CAPPED = attention(prefills=[(17, 30)], softcap=2.0)
 SUNK = attention(decodes=[1, 300], prefills=[(17, 30)], sinks=True)
 BIASED = attention(decodes=[1, 300], prefills=[(17, 30)], distance_bias=True)
@@ -108,7 +109,8 @@ MOVED = layer_ops(lambda contract: contract.test_blocks_are_moved_whole(torch.bf
 DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_processor(1016))
 ADAPTED = lora(lambda contract: contract.test_sizes(torch.float32, 100, (70, 33), (9, 16)))
 CHECKS = {
-    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "sunk": SUNK, "biased": BIASED, "seven": SEVEN,
+    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "chunked": CHUNKED, "capped": CAPPED, "sunk": SUNK,
+    "biased": BIASED, "seven": SEVEN,
     "two parts": TWO_PARTS, "latent decodes": LATENT_DECODES, "latent chunks": LATENT_CHUNKS, "stored rows": stored_rows,
     "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
@@ -168,8 +170,9 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "a full tile that is not": (
         SeededError(PREFILL, "(first_position + 1 if CAUSAL", "(first_position + 8 if CAUSAL"), CHUNKS, WRONG),
     "a window that is one too wide": (
-        SeededError(PREFILL, "(at[None, :] > position[:, None] - WINDOW)", "(at[None, :] >= position[:, None] - WINDOW)"),
-        WINDOWS, WRONG),
+        SeededError(PREFILL, "return position - WINDOW + 1", "return position - WINDOW"), WINDOWS, WRONG),
+    "a chunk that begins a key too early": (
+        SeededError(PREFILL, "return position // WINDOW * WINDOW", "return position // WINDOW * WINDOW - 1"), CHUNKED, WRONG),
     "sums that do not fade": (
         SeededError(TILE, "acc * fade[:, None]", "acc"), CHUNKS, WRONG),
     "denominators that do not fade": (

@@ -30,6 +30,12 @@ _OF_GROUP = 1 << 24
 _UNWRITTEN = -7
 STATE = 0
 """In place of a window: the group keeps a state per sequence."""
+
+
+class Chunk(int):
+    """In place of a window: a query sees the tokens of its own chunk of so many positions."""
+
+
 Window = int | None | tuple[int | None, ...]
 """Tokens that a query sees, None for all; one for each KV cache group, if there are several."""
 
@@ -86,9 +92,16 @@ def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def _windowed_hashes(values: NDArray[np.int64], count: int, window: int) -> NDArray[np.int64]:
-    """`[count]`: of the last `window` values before the end of each of the last beginnings."""
+    """`[count]`: of the values that the last one of each of the last beginnings sees."""
     ends = range(len(values) - count + 1, len(values) + 1)
-    return np.array([_hashes(values[max(0, end - window) : end])[-1] for end in ends], dtype=np.int64)
+    return np.array([_hashes(values[first_seen(end, window) : end])[-1] for end in ends], dtype=np.int64)
+
+
+def first_seen(num_tokens: int, window: int | None) -> int:
+    """The first token that the last of `num_tokens` sees."""
+    if window is None:
+        return 0
+    return (num_tokens - 1) // window * window if isinstance(window, Chunk) else max(0, num_tokens - window)
 
 
 def windows_of(window: Window) -> tuple[int | None, ...]:
@@ -105,7 +118,7 @@ def next_logits(token_ids: Sequence[int], window: Window = None) -> NDArray[np.f
             [state, *_] = state_block(token_ids, 2, group)
             found = _joined(found, np.array([state]), group)
             continue
-        first = 0 if of_group is None else max(0, len(ids) - of_group)
+        first = first_seen(len(ids), of_group)
         found = _joined(found, _hashes(_stored(ids[first:], np.arange(first, len(ids)), group))[-1:], group)
     logits: NDArray[np.float32] = _logits(found)[0]
     return logits
@@ -176,7 +189,7 @@ class HashAttention:
         batch.verify(self._cache.shape[1])
         assert torch.equal(batch.seq_lens, batch.seq_lens_cpu)
         assert torch.equal(batch.query_start_loc, batch.query_start_loc_cpu)
-        return HashPlan(batch, self.kv_cache, spec.window)
+        return HashPlan(batch, self.kv_cache, spec.window if spec.chunk is None else Chunk(spec.chunk))
 
 
 class HashPlan:
@@ -244,7 +257,9 @@ class HashModel:
             (
                 StateSpec(num_heads=1, head_size=block_size, kv_cache_group=group)
                 if of_group == STATE
-                else replace(_SPEC, window=of_group, kv_cache_group=group),
+                else replace(
+                    _SPEC, kv_cache_group=group, **{"chunk" if isinstance(of_group, Chunk) else "window": of_group}
+                ),
             )
             for group, of_group in enumerate(windows_of(window))
         )

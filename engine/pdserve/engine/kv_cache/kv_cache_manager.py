@@ -29,7 +29,7 @@ from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Roo
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import DraftHeadManager, RestingBlocks, first_sent
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import BlockCounts
-from pdserve.models.kv_cache import DraftHeadSpec, FullAttentionSpec, KVCacheSpec, group_windows
+from pdserve.models.kv_cache import DraftHeadSpec, FullAttentionSpec, KVCacheSpec, group_chunks, group_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class KVCacheBlocks:
     """Per KV cache group; empty for none in any. None: a block that is loaded from the host-memory tier."""
 
     def __len__(self) -> int:
-        """Blocks of the first group: of a hit, those of each group."""
-        return len(self.blocks[0]) if self.blocks else 0
+        """Places that every group has: of a hit, those of each."""
+        return min(map(len, self.blocks), default=0)
 
     @property
     def is_null(self) -> bool:
@@ -78,9 +78,9 @@ class KVCacheManager:
         """True if there is one group, of which a sequence keeps all blocks."""
         self.per_place = self.coordinator.by_shape([1] * len(specs))
         """Blocks of a place, one in each group."""
-        self._group_windows = group_windows(specs)
+        self._group_windows, self._group_chunks = group_windows(specs), group_chunks(specs)
         moved = specs[:-1] if isinstance(specs[-1], DraftHeadSpec) else specs
-        self._moved_windows = group_windows(moved)
+        self._moved_windows, self._moved_chunks = group_windows(moved), group_chunks(moved)
         """Of the groups without that of a draft head."""
         self._hasher = hasher
         self._num_remembered: dict[str, int] = {}
@@ -356,8 +356,10 @@ class KVCacheManager:
 
     def transfer_order(self, request: Request) -> TransferOrder:
         """The numbers of the blocks of a sequence's given tokens in a transfer."""
-        windows = self._moved_windows if request.core.without_draft_head else self._group_windows
-        return TransferOrder.of(windows, request.num_given_tokens, self.block_size)
+        windows, chunks = self._group_windows, self._group_chunks
+        if request.core.without_draft_head:
+            windows, chunks = self._moved_windows, self._moved_chunks
+        return TransferOrder.of(windows, request.num_given_tokens, self.block_size, chunks)
 
     def expect_received(self, request: Request) -> None:
         """Note that a transfer fills the blocks of a sequence's given tokens."""

@@ -119,7 +119,8 @@ class HostLoads:
         if not places:
             return NOT_IN_HOST
         names = tuple(with_group_id(hashes[place], group) for group, place in places)
-        return InHost(len(blocks[0]) - len(found[0]), names, places, KVCacheBlocks(blocks))
+        extended = KVCacheBlocks(blocks)
+        return InHost(len(extended) - len(computed), names, places, extended)
 
     def is_loading(self, in_host: InHost) -> bool:
         """True if another sequence loads one of these blocks: it is soon in the pool, for all."""

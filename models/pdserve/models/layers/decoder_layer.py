@@ -18,6 +18,7 @@ from pdserve.models.layers.mamba import Mamba
 from pdserve.models.layers.mamba2 import Mamba2
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.short_conv import ShortConv
+from pdserve.models.layers.token_inputs import TokenInput
 
 
 class FeedForward(Protocol):
@@ -58,6 +59,10 @@ class DecoderLayer:
     """Factor of the attention's output."""
     mlp_multiplier: float = 1.0
     """Factor of the MLP's output."""
+    scale: Tensor | None = None
+    """`[1]`: factor of the stream after the layer; None: there is none."""
+    token_input: TokenInput | None = None
+    """What is added of a token's id before the factor; None: nothing. Needs `scale`."""
     shortcut: FeedForward | None = None
     """A second MLP, or experts, with the input of `mlp`, whose output is added at the end of the next layer; None: no such part."""
     joins_mixer: bool = False
@@ -73,12 +78,14 @@ class DecoderLayer:
         ops: LayerOps,
         output_rows: Tensor | None = None,
         carried: Tensor | None = None,
+        of_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The residual stream after this layer, its `next_norm`, and the output of `shortcut` `[T, H]`.
 
         residual `[T, H]`, may be overwritten; x `[T, H]`: `input_norm(residual)`, or residual itself without the norm; phases
         `[T, 1, D / 2]`; plan: the step's plan for `attention.spec`; output_rows `[N]`: tokens whose result is needed, None: all T
-        -> `[N, H]` each. carried `[T, H]`: what the last layer left: the output of its `shortcut`, or of a mixer.
+        -> `[N, H]` each. carried `[T, H]`: what the last layer left: the output of its `shortcut`, or of a mixer. of_tokens
+        `[T, P]`: for `token_input`.
         """
         attended = self.attention.attend(x, phases, plan, ops)  # type: ignore[arg-type]  # each has the plan of its spec
         if output_rows is not None:
@@ -100,14 +107,21 @@ class DecoderLayer:
         left = None if self.shortcut is None else self.shortcut(x, ops)
         if carried is not None and mixed is None:
             residual = residual.add_(carried)
-        if self.mlp_post_norm is None and next_norm is not None and self.mlp_multiplier == 1.0:
+        if self.mlp_post_norm is None and next_norm is not None and self.mlp_multiplier == 1.0 and self.scale is None:
             return *self.mlp.add_norm(residual, x, next_norm, ops), left
         added = self.mlp(x, ops)
         if self.mlp_post_norm is not None:
             added = self.mlp_post_norm(added)
         if self.mlp_multiplier != 1.0:
             added = added.mul_(self.mlp_multiplier)
-        return *_add_norm(residual, added, next_norm, ops), left
+        if self.scale is None:
+            return *_add_norm(residual, added, next_norm, ops), left
+        residual, _ = _add_norm(residual, added, None, ops)
+        if self.token_input is not None and of_tokens is not None:
+            rows = of_tokens if output_rows is None else of_tokens.index_select(0, output_rows)
+            residual = residual.add_(self.token_input(residual, rows))
+        residual = residual.mul_(self.scale)
+        return residual, residual if next_norm is None else next_norm(residual), left
 
     def store(self, x: Tensor, phases: Tensor, plan: LayerPlan, ops: LayerOps) -> None:
         """Write keys and values, or states, into the cache. Arguments: as of `forward`."""
@@ -134,6 +148,10 @@ class DecoderLayer:
             or attention.value_dim is not None
             or attention.gate is not None
             or attention.input_multiplier != 1.0
+            or attention.scales_queries
+            or attention.value_norm is not None
+            or attention.shared is not None
+            or self.scale is not None
         ):
             return None
         return LayerParts(

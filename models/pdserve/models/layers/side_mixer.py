@@ -36,6 +36,7 @@ class SideMixer:
         ops: LayerOps,
         output_rows: Tensor | None = None,
         carried: Tensor | None = None,
+        of_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The residual stream and x as they are, for the next layer, and the output. Arguments: as of `DecoderLayer.forward`."""
         output = self.attention.output(self.attention.attend(x, phases, plan, ops))  # type: ignore[arg-type]  # as in a layer

@@ -163,6 +163,7 @@ def with_lora_targets(
                 or not isinstance(attention, SelfAttention)
                 or attention.gate is not None
                 or attention.value_dim is not None
+                or not config.family.takes_adapters
             ):
                 raise UnsupportedModel(
                     f"enable_lora is true, and the attention of {config.architecture} takes no adapters"

@@ -82,6 +82,12 @@ def _verify_layout(layout: KvLayout) -> None:
         if not _FINGERPRINT.fullmatch(layout.draft_head):
             raise _wrong("draft_head", layout.draft_head, "1 to 64 letters or digits are needed")
         _within("the number of group_shapes with a draft_head", len(layout.group_shapes), 2, MAX_GROUPS)
+    if layout.group_chunks:
+        _within(
+            "the number of group_chunks", len(layout.group_chunks), len(layout.group_shapes), len(layout.group_shapes)
+        )
+        for window, chunk in zip(layout.group_windows, layout.group_chunks, strict=True):
+            _within("group_chunks", chunk, 0, 0 if window else MAX_TOKENS)
     _within("the number of shapes", len(layout.shapes), 1, len(layout.group_shapes))
     for number in layout.group_shapes:
         _within("group_shapes", number, 0, len(layout.shapes) - 1)

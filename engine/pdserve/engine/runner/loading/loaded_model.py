@@ -328,6 +328,10 @@ def _verified_config(folder: Path, settings: WorkerSettings) -> ModelConfig:
             f"speculative_config is set, and layers of {config.architecture} keep a state, which has no way back from drafts "
             "that are not accepted"
         )
+    if config.family.reads_token_ids and settings.enable_prompt_embeds:
+        raise ConfigError(
+            f"enable_prompt_embeds is true, and layers of {config.architecture} read ids of tokens (hidden_size_per_layer_input)"
+        )
     config.verify_options(settings.rounded_weights, settings.enable_lora)
     return config
 
