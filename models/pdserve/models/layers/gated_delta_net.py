@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.cpu.matrices import with_rows
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
 from pdserve.kernels.state.delta_rule import DELTA_RULE
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
@@ -45,8 +45,8 @@ class GatedDeltaNet:
     """Hidden state -> per key head its query, key, values and gates."""
     ba: Linear
     """Hidden state -> per key head the strengths and the decays of its values."""
-    weight: Tensor
-    """`[C, K]`: of the convolution, per key head its query, key and values."""
+    conv: CausalConv
+    """Of queries, keys and values, per key head its query, key and values."""
     dt_bias: Tensor
     """`[Hv]` float32"""
     decay: Tensor
@@ -100,7 +100,7 @@ class GatedDeltaNet:
             shape=shape,
             qkvz=_read(weights, prefix, parts, heads, hidden_size),
             ba=_read(weights, prefix, strengths, heads, hidden_size),
-            weight=kernel[channels].contiguous(),
+            conv=CausalConv(kernel[channels].contiguous(), None, [ColumnPart(shape.channels_per_key)], has_silu=True),
             dt_bias=vector("dt_bias"),
             decay=vector("A_log").exp().neg(),
             norm=weights.tensor(f"{prefix}.norm.weight", shape.value_dim),
@@ -111,29 +111,21 @@ class GatedDeltaNet:
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, Hv * Dv]`, the input of `output`. Reads and writes the states of the step's sequences."""
         shape, num_tokens, heads = self.shape, len(x), self.spec.num_heads
-        per_key, num_columns = shape.values_per_key, shape.channels_per_key * (shape.conv_length - 1)
+        per_key = shape.values_per_key
         qkvz = self.qkvz(x).view(num_tokens, heads, -1)
         mixed, gate = torch.split(qkvz, [shape.channels_per_key, per_key * shape.value_dim], -1)
         beta, step = self.ba(x).view(num_tokens, heads, 2, per_key).unbind(2)
-        states = plan.read(self.index)
-        columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
-        matrices = states[..., num_columns:].reshape(len(states), -1, shape.key_dim, shape.value_dim)
-        made, columns = causal_conv(mixed.flatten(1), columns, self.weight, None, plan)
-        found, matrices = self._delta(
-            F.silu(made).view(num_tokens, heads, -1), beta.flatten(1), step.flatten(1), matrices, plan
-        )
-        parts = columns.view(len(states), heads, -1), matrices.view(len(states), heads, -1)
-        plan.write(self.index, torch.cat(parts, -1))
+        made = plan.convolve(self.index, self.conv, mixed.flatten(1)).view(num_tokens, heads, -1)
+        tokens = self._tokens(made, beta.flatten(1), step.flatten(1))
+        found = plan.recur(self.index, DELTA_RULE, tokens, self.conv.num_kept, (shape.key_dim, shape.value_dim))
         return self._normed(found.to(x.dtype), gate.reshape(num_tokens, -1, shape.value_dim)).flatten(1)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
         self.attend(x, phases, plan, ops)
 
-    def _delta(
-        self, mixed: Tensor, beta: Tensor, step: Tensor, matrices: Tensor, plan: StatePlan
-    ) -> tuple[Tensor, Tensor]:
-        """mixed `[T, Hk, C]`, beta and step `[T, Hv]`, matrices `[B, Hv, Dk, Dv]` -> `[T, Hv, Dv]` float32, and those after it."""
+    def _tokens(self, mixed: Tensor, beta: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """mixed `[T, Hk, C]`, beta and step `[T, Hv]` -> the tokens of `DELTA_RULE`."""
         shape = self.shape
         sizes = [shape.key_dim, shape.key_dim, shape.values_per_key * shape.value_dim]
         query, key, value = torch.split(mixed, sizes, -1)
@@ -142,7 +134,7 @@ class GatedDeltaNet:
         value = value.reshape(len(value), -1, shape.value_dim).float()
         beta = beta.sigmoid().float()
         decay = self.decay * F.softplus(step.float() + self.dt_bias)
-        return DELTA_RULE.over_step((query, key, value, decay, beta), matrices, plan)
+        return query, key, value, decay, beta
 
     def _normed(self, found: Tensor, gate: Tensor) -> Tensor:
         """`norm(found) * silu(gate)`, both `[T, Hv, Dv]`."""
