@@ -64,8 +64,8 @@ class Mamba2:
     """Of all ranks."""
     inputs: Linear
     """Hidden state -> gates, x, b, c and steps."""
-    groups: Tensor
-    """`[runs]` int64: the place of each run's group among those of this rank."""
+    group_of_head: Tensor
+    """`[H]` int64: the place of each head's group among those of this rank."""
     conv: CausalConv
     """Of x, b and c."""
     step_bias: Tensor
@@ -132,7 +132,7 @@ class Mamba2:
             spec=StateSpec(num_heads=len(runs), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
             shape=shape,
             inputs=make_linear(matrix, added),
-            groups=own_groups,
+            group_of_head=of_heads - groups.start,
             conv=conv,
             step_bias=step_bias,
             decay=vector("A_log").exp().neg(),
@@ -152,8 +152,7 @@ class Mamba2:
         made = plan.convolve(self.index, self.conv, mixed).float()
         own, b, c = torch.split(made, [inner, bc, bc], -1)
         own = own.view(len(x), -1, shape.head_dim)
-        group_of_head = self.groups.repeat_interleave(shape.heads_per_run)
-        b, c = (each.view(len(x), -1, shape.state_size).index_select(1, group_of_head) for each in (b, c))
+        b, c = (each.view(len(x), -1, shape.state_size).index_select(1, self.group_of_head) for each in (b, c))
         steps = F.softplus(steps.float() + self.step_bias)
         tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
         matrix = shape.head_dim, shape.state_size

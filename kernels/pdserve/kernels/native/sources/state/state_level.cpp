@@ -16,17 +16,18 @@ inline Floats rounded_to(Floats y) {
   return load(held);
 }
 
-template <class Number>
+// KEPT: columns of a channel that are kept, 0 for any number.
+template <class Number, int KEPT>
 void convolve_channels(const ConvCall& call, const ConvRun& run, int64_t channel) {
   const StatePool& pool = call.pool;
   const int64_t left = run.num_channels - channel, num = left < CONV_CHANNELS ? left : CONV_CHANNELS;
-  const int64_t first = run.first_channel + channel, kept = call.taps - 1;
+  const int64_t first = run.first_channel + channel, kept = KEPT ? KEPT : call.taps - 1;
   // by tap, so that channels lie side by side; zeros after the last channel
   float weights[MAX_TAPS][CONV_CHANNELS] = {}, biases[CONV_CHANNELS] = {}, taps[MAX_TAPS][CONV_CHANNELS] = {};
-  const Number* weight = static_cast<const Number*>(call.weight) + first * call.taps;
+  const Number* weight = static_cast<const Number*>(call.weight) + first * (kept + 1);
   const Number* bias = static_cast<const Number*>(call.bias);
-  for (int64_t place = 0; place < num; ++place) {
-    for (int64_t tap = 0; tap < call.taps; ++tap) weights[tap][place] = wide(weight[place * call.taps + tap]);
+  for (int64_t place = 0; run.has_out && place < num; ++place) {
+    for (int64_t tap = 0; tap <= kept; ++tap) weights[tap][place] = wide(weight[place * (kept + 1) + tap]);
     if (bias) biases[place] = wide(bias[first + place]);
   }
   const int64_t head = (run.head * pool.num_layers + pool.layer) * pool.head_size + run.place + channel * kept;
@@ -39,20 +40,20 @@ void convolve_channels(const ConvCall& call, const ConvRun& run, int64_t channel
     }
     const Number* columns = static_cast<const Number*>(call.columns) + row * call.columns_stride + first;
     float* after = pool.states + pool.after[row] * block_size + head;
-    if (pool.before[row] < 0) {
-      for (int64_t place = 0; place < num; ++place) {
-        for (int64_t tap = 0; tap < kept; ++tap) taps[tap][place] = 0;
-      }
-    } else {
-      const float* before = pool.states + pool.before[row] * block_size + head;
+    const bool is_new = pool.before[row] < 0;
+    const float* before = is_new ? after : pool.states + pool.before[row] * block_size + head;
+    for (int64_t place = 0; is_new && place < num * kept; ++place) after[place] = 0;
+    if (run.has_out) {
       for (int64_t place = 0; place < num; ++place) {
         for (int64_t tap = 0; tap < kept; ++tap) taps[tap][place] = before[place * kept + tap];
+        taps[kept][place] = wide(columns[place]);
       }
     }
-    for (int64_t place = 0; place < num; ++place) taps[kept][place] = wide(columns[place]);
-    for (int64_t place = 0; place < num; ++place) {
-      for (int64_t tap = 0; tap < kept; ++tap) after[place * kept + tap] = taps[tap + 1][place];
-    }
+    // one column further is the next number, but for a channel's last; the target may be where the source is
+    int64_t moved = 0;
+    for (; moved + WIDTH < num * kept; moved += WIDTH) store(after + moved, load(before + moved + 1));
+    for (; moved + 1 < num * kept; ++moved) after[moved] = before[moved + 1];
+    for (int64_t place = 0; place < num; ++place) after[place * kept + kept - 1] = wide(columns[place]);
     for (int64_t place = 0; run.has_out && place < num; place += WIDTH) {
       Floats sum = {};
       for (int64_t tap = 0; tap <= kept; ++tap) sum += load(weights[tap] + place) * load(taps[tap] + place);
@@ -67,8 +68,20 @@ void convolve_channels(const ConvCall& call, const ConvRun& run, int64_t channel
   }
 }
 
+template <class Number>
+void convolve_numbers(const ConvCall& call, const ConvRun& run, int64_t channel) {
+  switch (call.taps) {
+    case 3:
+      return convolve_channels<Number, 2>(call, run, channel);
+    case 4:
+      return convolve_channels<Number, 3>(call, run, channel);
+    default:
+      return convolve_channels<Number, 0>(call, run, channel);
+  }
+}
+
 void convolve(const ConvCall& call, const ConvRun& run, int64_t channel) {
-  call.dtype == FLOAT32 ? convolve_channels<float>(call, run, channel) : convolve_channels<BFloat>(call, run, channel);
+  call.dtype == FLOAT32 ? convolve_numbers<float>(call, run, channel) : convolve_numbers<BFloat>(call, run, channel);
 }
 
 // ---- matrices
@@ -144,6 +157,9 @@ void delta(const RuleCall& call, int64_t row, int64_t matrix, const float* befor
   }
 }
 
+// Numbers of a matrix between those that are changed and those that are asked for: without it loads wait behind stores.
+constexpr int64_t AHEAD = 1024;
+
 // The step of the selective scan for ROWS rows of a matrix.
 template <int ROWS>
 inline void scan_rows(const float* before, float* after, const float* x, const float* b, const float* c, float decay,
@@ -154,6 +170,7 @@ inline void scan_rows(const float* before, float* after, const float* x, const f
     const Floats added = load(b + column), read = load(c + column);
     for (int row = 0; row < ROWS; ++row) {
       const int64_t place = row * num_columns + column;
+      __builtin_prefetch(before + place + AHEAD);
       const Floats changed = decay * load(before + place) + x[row] * added;
       store(after + place, changed);
       sums[row] += changed * read;
