@@ -173,6 +173,39 @@ class FusedCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class StatePool(ctypes.Structure):
+    """`StatePool` of `state_rows.h`, field by field."""
+
+    _fields_ = (
+        ("states", c_void_p), ("num_heads", c_int64), ("num_layers", c_int64), ("head_size", c_int64), ("layer", c_int64),
+        ("before", c_void_p), ("after", c_void_p), ("num_rows", c_int64), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
+class ConvCall(ctypes.Structure):
+    """`ConvCall` of `state_rows.h`, field by field."""
+
+    _fields_ = (
+        ("pool", StatePool), ("columns", c_void_p), ("columns_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
+        ("weight", c_void_p), ("bias", c_void_p), ("dtype", c_int64), ("taps", c_int64), ("num_channels", c_int64),
+        ("has_silu", c_int64), ("runs", c_void_p), ("num_runs", c_int64),
+    )  # fmt: skip
+
+
+_RULE_INPUTS = 5
+"""`MAX_RULE_INPUTS` of `state_rows.h`."""
+
+
+class RuleCall(ctypes.Structure):
+    """`RuleCall` of `state_rows.h`, field by field."""
+
+    _fields_ = (
+        ("pool", StatePool), ("first", c_int64), ("per_head", c_int64), ("matrix_rows", c_int64), ("matrix_columns", c_int64),
+        ("num_decays", c_int64), ("inputs", c_void_p * _RULE_INPUTS), ("row_strides", c_int64 * _RULE_INPUTS),
+        ("strides", c_int64 * _RULE_INPUTS), ("out", c_void_p),
+    )  # fmt: skip
+
+
 class NativeLibrary:
     """Functions of one library. Calls release the interpreter's lock."""
 
@@ -195,6 +228,8 @@ class NativeLibrary:
             self.fused_layers = library.pdserve_fused_layers
             self.fused_sum_rows = library.pdserve_fused_sum_rows
             self.apply_experts = library.pdserve_apply_experts
+            self.convolve_states = library.pdserve_convolve_states
+            self.change_states = library.pdserve_change_states
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
                 DecodeArguments: library.pdserve_call_size,
@@ -208,6 +243,8 @@ class NativeLibrary:
                 FusedLayer: library.pdserve_fused_layer_size,
                 FusedCall: library.pdserve_fused_call_size,
                 ExpertsCall: library.pdserve_experts_call_size,
+                ConvCall: library.pdserve_conv_call_size,
+                RuleCall: library.pdserve_rule_call_size,
             }
         except (OSError, AttributeError) as error:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
@@ -227,6 +264,8 @@ class NativeLibrary:
         self.fused_layers.argtypes, self.fused_layers.restype = [POINTER(FusedCall), c_int64], c_int64
         self.fused_sum_rows.argtypes, self.fused_sum_rows.restype = [c_int64], c_int64
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
+        self.convolve_states.argtypes, self.convolve_states.restype = [POINTER(ConvCall), c_int64], None
+        self.change_states.argtypes, self.change_states.restype = [POINTER(RuleCall), c_int64, c_int64], None
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64
             if size() != ctypes.sizeof(call):

@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import RmsNorm
-from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
 from pdserve.kernels.state.recurrence import Recurrence
 from pdserve.kernels.state.selective_scan import ColumnScan
 from pdserve.kernels.state.state_backend import StatePlan
@@ -39,10 +39,8 @@ class Mamba:
     """Of all ranks."""
     inputs: Linear
     """Hidden state -> x and gates of this rank's channels."""
-    weight: Tensor
-    """`[C, K]`: of the convolution of x."""
-    bias: Tensor | None
-    """`[C]`"""
+    conv: CausalConv
+    """Of x."""
     selection: Linear
     """x -> the numbers of which steps are made, b and c."""
     norms: tuple[RmsNorm, ...]
@@ -90,8 +88,12 @@ class Mamba:
             spec=StateSpec(num_heads=len(parts), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
             shape=shape,
             inputs=make_linear(matrix, added),
-            weight=weights.tensor(f"{prefix}.conv1d.weight", inner, 1, shape.conv_length, part=own).squeeze(1),
-            bias=weights.tensor(f"{prefix}.conv1d.bias", inner, part=own) if shape.conv_bias else None,
+            conv=CausalConv(
+                weights.tensor(f"{prefix}.conv1d.weight", inner, 1, shape.conv_length, part=own).squeeze(1),
+                weights.tensor(f"{prefix}.conv1d.bias", inner, part=own) if shape.conv_bias else None,
+                [ColumnPart(size)],
+                has_silu=True,
+            ),
             selection=weights.row_parallel(f"{prefix}.x_proj", sum(sizes.values()), inner, bias=False),
             norms=tuple(norms),
             steps=make_linear(weights.matrix(f"{prefix}.dt_proj", inner, shape.step_rank, own)),
@@ -103,26 +105,18 @@ class Mamba:
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
-        shape, parts = self.shape, self.spec.num_heads
+        shape = self.shape
         mixed, gate = self.inputs(x).chunk(2, -1)
-        states = plan.read(self.index)
-        num_columns = len(self.weight) // parts * (shape.conv_length - 1)
-        columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
-        # to the scan all channels are one head: they have the same b and c
-        rows = states[..., num_columns:].reshape(len(states), 1, -1, shape.state_size)
-        made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
-        made = F.silu(made)
+        made = plan.convolve(self.index, self.conv, mixed)
         selected = torch.split(self.selection(made), [shape.step_rank, shape.state_size, shape.state_size], -1)
         if self.norms:
             selected = tuple(norm(each) for norm, each in zip(self.norms, selected, strict=True))
         steps = F.softplus(self.steps(selected[0]).float() + self.step_bias)
         b, c = (each.float().unsqueeze(1) for each in selected[1:])
         own = made.float()
+        # to the scan all channels are one head: they have the same b and c
         tokens = (own * steps).unsqueeze(1), b, c, steps.unsqueeze(1)
-        found, rows = self.scan.over_step(tokens, rows, plan)
-        plan.write(
-            self.index, torch.cat((columns.reshape(len(states), parts, -1), rows.reshape(len(states), parts, -1)), -1)
-        )
+        found = plan.recur(self.index, self.scan, tokens, self.conv.num_kept, (own.shape[1], shape.state_size))
         return ((found.flatten(1) + own * self.skip) * F.silu(gate.float())).to(x.dtype)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
