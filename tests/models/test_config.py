@@ -176,7 +176,7 @@ def test_longrope_serves_its_original_length_unless_a_setting_says_more(tmp_path
             "layer_types has sliding_attention, but no sliding window is in use",
         ),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su'.*yarn"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "proportional"),
+        ({"rope_parameters": {"rope_type": "axial"}}, "axial"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
     ],

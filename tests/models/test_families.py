@@ -229,7 +229,11 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "spiral"}}}, "rope type 'spiral'"),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention must be null or "vision"'),
-    ("gemma4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types must be full_attention in the last layer"),
+    (
+        "gemma4_text",
+        {"layer_types": ["sliding_attention"] * 4, "per_layer_config": None},
+        "layer_types must be full_attention in the last layer",
+    ),
     (
         "gemma4_text",
         {"per_layer_config": None, "num_global_key_value_heads": 3},

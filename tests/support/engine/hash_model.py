@@ -242,6 +242,12 @@ def make_backends(kv_cache: Tensor, window: Window) -> list[LayerBackend]:
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
 
 
+def _spec_of(window: int | None, group: int) -> AttentionSpec:
+    if isinstance(window, Chunk):
+        return replace(_SPEC, chunk=int(window), kv_cache_group=group)
+    return replace(_SPEC, window=window, kv_cache_group=group)
+
+
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
@@ -257,9 +263,7 @@ class HashModel:
             (
                 StateSpec(num_heads=1, head_size=block_size, kv_cache_group=group)
                 if of_group == STATE
-                else replace(
-                    _SPEC, kv_cache_group=group, **{"chunk" if isinstance(of_group, Chunk) else "window": of_group}
-                ),
+                else _spec_of(of_group, group),
             )
             for group, of_group in enumerate(windows_of(window))
         )

@@ -846,7 +846,7 @@ def make_gemma4_model(folder: Path) -> Path:
     of six layers use keys of earlier ones, and all read ids of tokens; returns its folder."""
     folder.mkdir(exist_ok=True)
     fields = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False}
-    make_family(folder, "gemma4_text", OPTIONS["gemma4_text"][3] | fields)
+    make_family(folder, "gemma4_text", {**OPTIONS["gemma4_text"][3], **fields})
     save_tokenizer(folder)
     return folder
 

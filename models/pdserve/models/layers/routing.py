@@ -79,8 +79,8 @@ class BiasedRouter:
 
 @dataclass(frozen=True, slots=True)
 class NormedRouter:
-    """The `top_k` experts with the highest softmax probability of a normalised state. A token's weights are divided by their sum,
-    then multiplied by a factor of each expert."""
+    """The `top_k` experts with the highest softmax probability of a normalised state. A token's weights, divided by their sum, are
+    multiplied by a factor of each expert."""
 
     norm: RmsNorm
     logits: Linear
