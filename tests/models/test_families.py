@@ -162,7 +162,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"layers_block_type": ["hybrid", "mamba"]}, 'layers_block_type must be a list of "hybrid"'),
     ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp must be true, not false"),
     ("falcon_h1", {"num_hidden_layers": 5}, r"layers\.4\.input_layernorm\.weight is in none of"),
-    ("mamba2", {"num_heads": 8}, r"num_heads must be expand times hidden_size .128. over head_dim .8., not 8"),
+    ("mamba2", {"num_heads": 8}, r"head_dim must be \"auto\" or 16, not 8"),
     ("mamba2", {"n_groups": 3}, "num_heads must be a multiple of n_groups .3., not 16"),
     ("mamba2", {"time_step_limit": [0.0, 2.0]}, "time_step_limit other than 0 and infinity"),
     ("mamba2", {"state_size": 11}, r"conv1d\.weight has shape \[176, 1, 4\], config\.json says \[172, 1, 4\]|in_proj"),
