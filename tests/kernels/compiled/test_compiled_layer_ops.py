@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layers.expert_stack import ExpertStack
-from pdserve.kernels.layers.gated_activations import GatedActivation
+from pdserve.kernels.layers.gated_activations import Gate, GatedActivation, squared_relu
 from pdserve.kernels.layers.packed_groups import PackedGroups, tile_width
 from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.lora.lora_linear import LoraStack
@@ -84,16 +84,20 @@ def experts_of(
     *,
     dtype: torch.dtype = BF16,
     has_biases: bool = False,
+    gate: Gate | None = None,
 ) -> None:
     num_experts, hidden, inner, top_k = sizes
-    gate_up, down = (made(num_experts, *size, dtype=dtype) for size in ((2 * inner, hidden), (hidden, inner)))
+    activation = GatedActivation.of(gate)
+    assert activation is not None
+    num_rows = (1 + activation.is_gated) * inner
+    gate_up, down = (made(num_experts, *size, dtype=dtype) for size in ((num_rows, hidden), (hidden, inner)))
     gate_up_bias, down_bias = (
-        made(num_experts, size, dtype=dtype) if has_biases else None for size in (2 * inner, hidden)
+        made(num_experts, size, dtype=dtype) if has_biases else None for size in (num_rows, hidden)
     )
-    stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, None)
+    stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, gate)
     chosen = made(count, top_k, dtype=torch.int64)
     weights, x = made(count, top_k, dtype=dtype), made(count, hidden, dtype=dtype)
-    grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
+    grouped_experts(x, weights, chosen, stack, activation, configs)
 
 
 def in_groups(
@@ -147,6 +151,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
         1, 896, (896, 128, 128), configs, max_rank=64, dtype=torch.float32
     ),
     "experts of 30b": lambda configs: experts_of(64, (128, 2048, 768, 8), configs),
+    "experts without a gate": lambda configs: experts_of(64, (128, 2688, 1856, 6), configs, gate=squared_relu),
     "many rows of experts": lambda configs: experts_of(4096, (32, 2880, 2880, 4), configs, has_biases=True),
     "experts in float32": lambda configs: experts_of(8, (8, 64, 32, 2), configs, dtype=torch.float32),
     "w4a16 of 8b": lambda configs: multiplied(16, in_groups(6144, 4096, bits=4, group=128), configs),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -136,7 +136,7 @@ class ExpertsCall(ctypes.Structure):
     _fields_ = (
         ("gates", c_void_p), ("ups", c_void_p), ("downs", c_void_p), ("inner_biases", c_void_p), ("biases", c_void_p),
         ("num_experts", c_int64), ("hidden_size", c_int64), ("inner_size", c_int64), ("dtype", c_int64),
-        ("alpha", c_float), ("limit", c_float), ("shift", c_float), ("unused", c_float),
+        ("alpha", c_float), ("limit", c_float), ("shift", c_float), ("parts", c_int32),
         ("x", c_void_p), ("num_tokens", c_int64), ("x_stride", c_int64), ("top_k", c_int64),
         ("experts", c_void_p), ("weights", c_void_p), ("out", c_void_p), ("starts", c_void_p), ("places", c_void_p),
         ("used", c_void_p), ("inner", c_void_p), ("sums", c_void_p), ("int8_gate_ups", c_void_p), ("int8_downs", c_void_p),
