@@ -17,16 +17,15 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, ConvCall, NativeLibrary, RuleCall, StatePool
 from pdserve.kernels.state.causal_conv import CausalConv
+from pdserve.kernels.state.column_runs import column_runs
 from pdserve.kernels.state.delta_rule import DELTA_RULE
+from pdserve.kernels.state.in_place_plan import InPlacePlan, num_decays
 from pdserve.kernels.state.recurrence import Recurrence
 from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StateBackend, StatePlan
 
-_RULES = {DELTA_RULE: (0, (0, 0, 1)), SELECTIVE_SCAN: (1, (0, 1, 1))}
-"""Recurrence -> its number in a call, and which dimension of matrices its tokens' vectors have; decays and further tokens are
-numbers, or decays those of each row."""
-_DECAY = 3
-"""Index of the decays."""
+_RULES = {DELTA_RULE: 0, SELECTIVE_SCAN: 1}
+"""Recurrence -> its number in a call."""
 _MAX_TAPS, _MAX_DECAYS = 16, 512
 """As of `state_rows.h`."""
 
@@ -64,123 +63,71 @@ class NativeStateBackend(StateBackend):
         self._native_library.change_states(byref(call), rule, self._level)
 
     def runs_of(self, conv: CausalConv) -> NDArray[np.int64]:
-        """`ConvRun` of each head and part, `[n, 5]`, contiguous."""
+        """`ConvRun` of each head and part, contiguous."""
         if conv not in self._runs:
-            self._runs[conv] = _runs_of(conv, self._states.shape[1])
+            self._runs[conv] = column_runs(conv, self._states.shape[1])
         return self._runs[conv]
 
-    def pool_of(self, blocks: NDArray[np.int64]) -> StatePool:
+    def pool_of(self, blocks: Tensor) -> StatePool:
         """The pool without its layer. blocks: `[2, rows]` before and after the step, -1 for none; held by the caller."""
         _, num_heads, num_layers, head_size = self._states.shape
         return StatePool(
             states=self._states.data_ptr(), num_heads=num_heads, num_layers=num_layers, head_size=head_size,
-            before=blocks[0].ctypes.data, after=blocks[1].ctypes.data, num_rows=blocks.shape[1],
+            before=blocks[0].data_ptr(), after=blocks[1].data_ptr(), num_rows=blocks.shape[1],
             num_threads=torch.get_num_threads(), parallel=self._native_library.parallel,
         )  # fmt: skip
 
 
-class NativeStatePlan(StatePlan):
-    """A `StatePlan` of decode rows in C++, and of chunks, which come after them, in torch operations."""
+class NativeStatePlan(InPlacePlan):
+    """Decode rows in C++."""
 
     def __init__(self, batch: AttentionBatch, states: Tensor, block_size: int, backend: NativeStateBackend) -> None:
         """Raises: ValueError for a block number outside the cache."""
         super().__init__(batch, states, block_size)
-        self._backend = backend
-        self._num_layers, self._num_tokens = states.shape[2], len(batch.slot_mapping)
-        self._chunk_plan = StatePlan(batch, states, block_size, self.num_decodes) if self.chunks else None
-        num = self.num_decodes
-        # held here, since calls have only addresses
-        self._blocks = torch.stack((self._before[:num], self._after[:num])).numpy()
-        is_there = self._is_there[:num].numpy()
-        used = self._blocks[:, is_there]
-        if used.size and not 0 <= used.min() <= used.max() < len(states):
+        is_inside = (self._blocks >= 0) & (self._blocks < len(states))
+        if not torch.equal(is_inside, self._is_used):
             raise ValueError(f"block_tables names a block outside the cache of {len(states)} blocks")
-        self._blocks[0, ~self.has_context[:num].numpy()] = -1
-        self._blocks[1, ~is_there] = -1
+        self._backend = backend
         self._pool = backend.pool_of(self._blocks)
 
-    def convolve(self, layer: int, conv: CausalConv, columns: Tensor) -> Tensor:
-        num, weight, bias = self.num_decodes, conv.weight, conv.bias
-        is_readable = (
+    def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
+        weight, bias = conv.weight, conv.bias
+        return (
             columns.dtype in NATIVE_DTYPES
             and weight.dtype is columns.dtype
             and weight.is_contiguous()
             and weight.shape[1] <= _MAX_TAPS
             and (bias is None or (bias.dtype is columns.dtype and bias.is_contiguous()))
         )
-        if not num or not is_readable:
-            return super().convolve(layer, conv, columns)
-        self._check_rows(columns)
-        if columns.shape[1] != weight.shape[0]:
-            raise ValueError(f"columns {tuple(columns.shape)} in a convolution of {weight.shape[0]} channels")
-        columns = columns if columns.stride(1) == 1 else columns.contiguous()
-        out = torch.empty(columns.shape, dtype=columns.dtype)
-        runs = self._backend.runs_of(conv)
+
+    def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
+        weight, runs = conv.weight, self._backend.runs_of(conv)
+        self._pool.layer = layer
         call = ConvCall(
-            pool=self._layer_pool(layer), columns=columns.data_ptr(), columns_stride=columns.stride(0), out=out.data_ptr(),
-            out_stride=out.stride(0), weight=weight.data_ptr(), bias=None if bias is None else bias.data_ptr(),
+            pool=self._pool, columns=columns.data_ptr(), columns_stride=columns.stride(0), out=out.data_ptr(),
+            out_stride=out.stride(0), weight=weight.data_ptr(), bias=None if conv.bias is None else conv.bias.data_ptr(),
             dtype=NATIVE_DTYPES[columns.dtype], taps=weight.shape[1], num_channels=weight.shape[0], has_silu=conv.has_silu,
             runs=runs.ctypes.data, num_runs=len(runs),
         )  # fmt: skip
         self._backend.convolve(call)
-        if self._chunk_plan is not None:
-            out[num:] = self._chunk_plan.convolve(layer, conv, columns[num:])
-        return out
 
-    def recur(
-        self, layer: int, recurrence: Recurrence, tokens: Sequence[Tensor], first: int, shape: tuple[int, int]
-    ) -> Tensor:
-        num = self.num_decodes
-        if not num or recurrence not in _RULES or tokens[_DECAY].shape[2:].numel() > _MAX_DECAYS:
-            return super().recur(layer, recurrence, tokens, first, shape)
-        rule, axes = _RULES[recurrence]
-        num_heads = self._states.shape[1]
-        like = tokens[recurrence.like]
-        self._check_rows(like)
-        per_head, left = divmod(like.shape[1], num_heads)
-        if left or first + per_head * shape[0] * shape[1] > self._states.shape[3]:
-            raise ValueError(
-                f"{like.shape[1]} matrices {shape} do not fit states {tuple(self._states.shape)} from {first} on"
-            )
-        sizes = [(*like.shape[:2], shape[axis]) for axis in axes] + [like.shape[:2]] * (len(tokens) - len(axes))
-        if recurrence is DELTA_RULE:
-            sizes[_DECAY] = (*like.shape[:2], 1 if tokens[_DECAY].shape[-1] == 1 else shape[0])
-        if any(each.shape != size or each.dtype is not torch.float32 for each, size in zip(tokens, sizes, strict=True)):
-            raise ValueError(f"tokens {[(tuple(each.shape), each.dtype) for each in tokens]} for matrices {shape}")
-        held = [each if each.dim() == 2 or each.stride(2) == 1 else each.contiguous() for each in tokens]
-        out = torch.empty(like.shape)
-        inputs = zip(*((each.data_ptr(), each.stride(0), each.stride(1)) for each in held), strict=True)
-        pointers, row_strides, strides = inputs
-        call = RuleCall(
-            pool=self._layer_pool(layer), first=first, per_head=per_head, matrix_rows=shape[0], matrix_columns=shape[1],
-            num_decays=tokens[_DECAY].shape[2:].numel(), inputs=(c_void_p * 5)(*pointers),
-            row_strides=(c_int64 * 5)(*row_strides), strides=(c_int64 * 5)(*strides), out=out.data_ptr(),
-        )  # fmt: skip
-        self._backend.change(call, rule)
-        if self._chunk_plan is not None:
-            rest = [each[num:] for each in held]
-            out[num:] = self._chunk_plan.recur(layer, recurrence, rest, first, shape)
-        return out
+    def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
+        return super()._can_recur(recurrence, tokens) and num_decays(tokens) <= _MAX_DECAYS
 
-    def _check_rows(self, tokens: Tensor) -> None:
-        if len(tokens) != self._num_tokens:
-            raise ValueError(f"tokens of {len(tokens)} rows in a step of {self._num_tokens}")
-
-    def _layer_pool(self, layer: int) -> StatePool:
-        """Raises: IndexError."""
-        if not 0 <= layer < self._num_layers:
-            raise IndexError(f"layer {layer} of {self._num_layers}")
+    def _recur_rows(
+        self,
+        layer: int,
+        recurrence: Recurrence,
+        tokens: Sequence[Tensor],
+        first: int,
+        shape: tuple[int, int],
+        out: Tensor,
+    ) -> None:
         self._pool.layer = layer
-        return self._pool
-
-
-def _runs_of(conv: CausalConv, num_heads: int) -> NDArray[np.int64]:
-    runs, place, first = [], 0, 0
-    for part in conv.parts:
-        groups = list(range(num_heads)) if part.groups is None else part.groups.tolist()
-        for head, group in enumerate(groups):
-            is_first = groups.index(group) == head
-            runs.append((head, place, first + group * part.num_channels, part.num_channels, is_first))
-        place += part.num_channels * (conv.weight.shape[1] - 1)
-        first += part.num_channels * (max(groups) + 1)
-    return np.array(runs, np.int64)
+        call = RuleCall(
+            pool=self._pool, first=first, per_head=out.shape[1] // self._states.shape[1], matrix_rows=shape[0],
+            matrix_columns=shape[1], num_decays=num_decays(tokens), inputs=(c_void_p * 5)(*(each.data_ptr() for each in tokens)),
+            row_strides=(c_int64 * 5)(*(each.stride(0) for each in tokens)),
+            strides=(c_int64 * 5)(*(each.stride(1) for each in tokens)), out=out.data_ptr(),
+        )  # fmt: skip
+        self._backend.change(call, _RULES[recurrence])
