@@ -341,8 +341,12 @@ class KVCacheManager:
         """Add the first `num_full_blocks` blocks, whose hashes are known and whose bytes are there, to the prefix cache."""
         first = self._num_remembered[request.request_id]
         if num_full_blocks > first:
+            num_lacking = 0  # blocks with entries of a draft head that have not come
+            if self.lacks_draft_entries(request):
+                num_lacking = -(-request.num_given_tokens // self.block_size)
             for manager in self.coordinator.managers:
-                manager.remember(request, first, num_full_blocks)
+                lacks = isinstance(manager, DraftHeadManager)
+                manager.remember(request, max(first, num_lacking) if lacks else first, num_full_blocks)
             self._num_remembered[request.request_id] = num_full_blocks
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
