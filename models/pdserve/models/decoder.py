@@ -20,7 +20,7 @@ from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
-from pdserve.models.layers.draft_head import DraftHead
+from pdserve.models.layers.draft_head import DraftHead, EagleHead
 from pdserve.models.layers.embedding import Embedding
 from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.layers.token_inputs import TokenInputs
@@ -78,7 +78,7 @@ class Decoder:
         token_inputs: TokenInputs | None = None,
     ) -> None:
         """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images.
-        draft_head: with `config.has_draft_head`. token_inputs: of a model whose layers read ids of tokens."""
+        draft_head: that of `config.draft_head`. token_inputs: of a model whose layers read ids of tokens."""
         self._token_inputs = token_inputs
         self.vision_tower = vision_tower
         self.draft_head = draft_head
@@ -102,10 +102,8 @@ class Decoder:
         self._draft_rotation: _Rotation | None = None
         if draft_head is not None:
             specs.append(draft_head.layer.attention.spec)
-            number = config.num_layers
-            self._draft_rotation = _Rotation.of(
-                config.layer_rope(number), config.rotary_head_dim(number), temperature, device
-            )
+            rope = config.layer_rope(config.num_layers), config.rotary_head_dim(config.num_layers)
+            self._draft_rotation = _Rotation.of(*rope, temperature, device)
         self._fused: tuple[LayerOps, FusedLayers | None] | None = None
         """The operations of the last step, and the result of their `fuse_layers`."""
         self.attention_specs: tuple[tuple[LayerSpec, ...], ...] = tuple(
@@ -163,10 +161,15 @@ class Decoder:
         kinds = zip(self._spec_indices, self._rope_indices, strict=True)
         deepstack = iter(inputs.deepstack)
         last, carried = self._layers[-1], None
+        tapped = iter(() if inputs.layer_inputs is None or self.draft_head is None else self.draft_head.tapped_layers)
+        next_tap = next(tapped, None)
         each = zip(self._layers, self._norms[1:], kinds, of_tokens, strict=True)
-        for layer, next_norm, (spec, rope), of_layer in each:
+        for index, (layer, next_norm, (spec, rope), of_layer) in enumerate(each):
             if inputs.before_layer is not None:
                 inputs.before_layer()
+            if index == next_tap and inputs.layer_inputs is not None:
+                inputs.layer_inputs.append(residual.clone())  # the layer may overwrite it
+                next_tap = next(tapped, None)
             added = next(deepstack, None)
             norm = next_norm if added is None else None
             rows = inputs.output_rows if layer is last and added is None else None
@@ -186,7 +189,7 @@ class Decoder:
         self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[LayerPlan], inputs: ModelInputs
     ) -> Tensor | None:
         """The last hidden states; None if the layers are to be called one by one. Arguments: of the first layer."""
-        if inputs.is_by_layer or inputs.deepstack:
+        if inputs.is_by_layer or inputs.deepstack or inputs.layer_inputs is not None:
             return None
         if self._fused is None or self._fused[0] is not inputs.ops:
             kinds = zip(self._layers, self._norms[1:], self._rope_indices, strict=True)
@@ -198,6 +201,11 @@ class Decoder:
         of_layers = [attention_plan(plans[index]) for index in self._spec_indices]
         return fused(residual, x, phases, of_layers, inputs.output_rows, inputs.before_layer)
 
+    @property
+    def is_capturable(self) -> bool:
+        """False where a step's outputs are not the last hidden states alone."""
+        return self.draft_head is None or not self.draft_head.tapped_layers
+
     def draft(self, inputs: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`DraftHead.forward` of entries at `inputs.positions`, before the tokens `inputs.token_ids`; writes them into the cache.
 
@@ -207,14 +215,21 @@ class Decoder:
             raise RuntimeError(f"{self.config.architecture} was loaded without a draft head")
         if inputs.before_layer is not None:
             inputs.before_layer()
+        embed: Embedding = self.embed_input_ids
+        if isinstance(self.draft_head, EagleHead) and self.draft_head.embedding is not None:
+            embed = self.draft_head.embedding
         return self.draft_head.forward(
-            inputs.embedded(self.embed_input_ids),
+            inputs.embedded(embed),
             hidden,
             self._draft_rotation.phases(inputs.positions),
             inputs.plans[self.draft_head.layer.attention.spec],
             inputs.ops,
             inputs.output_rows,
         )
+
+    def compute_draft_logits(self, normed: Tensor) -> Tensor:
+        """As `compute_logits`, from the first result of `draft`."""
+        return self.draft_head.logits(normed) if isinstance(self.draft_head, EagleHead) else self.compute_logits(normed)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -13,10 +13,13 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.kernels.cpu.linear import make_output_head
 from pdserve.kernels.layers.parallel_linear import ParallelLMHead
+from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.eagle_head import load_eagle_head
 from pdserve.models.layers.classification_head import ClassificationHead
+from pdserve.models.layers.draft_head import DraftHead
 from pdserve.models.layers.embedding import make_embedding
 from pdserve.models.read_config import read_config
 from pdserve.models.vision.vision_tower import load_vision_tower
@@ -44,7 +47,7 @@ def load_decoder(
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
     hybrid_kv_cache: bool = False,
-    has_draft_head: bool = False,
+    draft_head: DraftHeadConfig | None = None,
     served_on: str | None = None,
 ) -> Decoder:
     """Read a Hugging Face model folder, or one rank's part of it.
@@ -52,11 +55,9 @@ def load_decoder(
     dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads only
     config.json and draws the weights; `auto` reads them. quantization: of the matrices of attention and MLP; the embedding, the
     output head and routers of experts are in the dtype. shard: this rank's part. progress: called after a weight.
-    hybrid_kv_cache, has_draft_head: see `ModelConfig`. served_on: see `WeightLoader`. Raises: ConfigError, UnsupportedModel.
+    hybrid_kv_cache, draft_head: see `ModelConfig`. served_on: see `WeightLoader`. Raises: ConfigError, UnsupportedModel.
     """
-    config = replace(
-        read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache, has_draft_head=has_draft_head
-    )
+    config = replace(read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache, draft_head=draft_head)
     config.verify_sharding(shard.size, folder)
     if config.unknown_fields:
         log.warning(
@@ -106,7 +107,7 @@ def _decoder(
     embedding_name, head_name = _ends(config, checkpoint, device, shard)
     is_tied = head_name == embedding_name
     ignored = {name for name in checkpoint.names if family.ignores(name, config.num_layers)}
-    if config.has_draft_head:
+    if config.draft_head is not None and config.draft_head.folder is None:
         ignored -= {name for name in ignored if family.is_of_draft_head(name, config.num_layers)}
     if is_tied:
         ignored |= {family.head_name} - {embedding_name}
@@ -123,7 +124,11 @@ def _decoder(
     rows = shard.part(0, config.vocab_size)
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
     layers = family.linked([family.load_layer(weights, config, index) for index in range(config.num_layers)])
-    draft_head = family.load_draft_head(weights, config) if config.has_draft_head else None
+    draft_head: DraftHead | None = None
+    if config.draft_head is not None and config.draft_head.folder is None:
+        draft_head = family.load_draft_head(weights, config)
+    elif config.draft_head is not None:
+        draft_head = load_eagle_head(config, config.draft_head, device, shard)
     token_inputs = family.load_token_inputs(weights, config)
     final_norm = family.load_norm(weights, family.final_norm_name, config)
     lm_head, classifier = None, None

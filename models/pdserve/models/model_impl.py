@@ -16,6 +16,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import ModelImpl
 from pdserve.kernels.layer_plans import LayerSpec
+from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.load_encoder_decoder import (
     encoder_decoder_architecture,
@@ -84,7 +85,7 @@ def load_model_decoder(
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
     hybrid_kv_cache: bool = False,
-    has_draft_head: bool = False,
+    draft_head: DraftHeadConfig | None = None,
     served_on: str | None = None,
 ) -> AnyDecoder:
     """As `load_decoder`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
@@ -108,7 +109,7 @@ def load_model_decoder(
             shard=shard,
             progress=progress,
             hybrid_kv_cache=hybrid_kv_cache,
-            has_draft_head=has_draft_head,
+            draft_head=draft_head,
             served_on=served_on,
         )
     from pdserve.models.transformers.read_transformers_config import read_transformers_config

@@ -41,6 +41,8 @@ class ModelInputs:
     """`[I]` int64."""
     output_rows: Tensor | None = None
     """`[N]` int64: the tokens whose hidden states are read; None: all. The last layer leaves out what the others need of it."""
+    layer_inputs: list[Tensor] | None = None
+    """Gets the inputs `[T, H]` of `DraftHead.tapped_layers`; None: they are not needed."""
     encoder_decoder: EncoderDecoderStep | None = None
     """The step's two parts, of a model with an encoder; None for a model that is only a decoder."""
 

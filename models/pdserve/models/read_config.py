@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.classifier_config import ClassifierConfig
-from pdserve.models.config.config_fields import Dimensions, check_fields
+from pdserve.models.config.config_fields import DRAFT_HEAD_FIELDS, Dimensions, check_fields
 from pdserve.models.config.missing_capabilities import MISSING
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
@@ -14,7 +14,7 @@ from pdserve.models.config.served_dtype import served_dtype
 from pdserve.models.config.special_tokens import special_tokens
 from pdserve.models.config.vision_config import VisionConfig, language_config
 from pdserve.models.json_object import JsonObject
-from pdserve.models.registry import BODIES, CLASSIFIERS, FAMILIES
+from pdserve.models.registry import BODIES, CLASSIFIERS, DRAFT_HEADS, FAMILIES
 from pdserve.models.weights.quantized.quantization_method import read_quantization
 
 _MAX_VOCAB = 1 << 24
@@ -26,16 +26,22 @@ _LONGEST, _SERVED = 1 << 20, 1 << 15
 """Tokens of a sequence without positions: the largest `max_model_len`, and that without the setting."""
 
 
-def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
+def read_config(
+    folder: Path, dtype: str = "auto", max_model_len: int | None = None, *, is_draft_head: bool = False
+) -> ModelConfig:
     """A model's dimensions and options; `generation_config.json` may override the EOS ids.
 
     dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: the setting, by which longrope chooses its factors.
+    is_draft_head: of an EAGLE-3 head, whose one layer is that of a family here.
     Raises: ConfigError, UnsupportedModel; both name file and field.
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
     config = language_config(JsonObject.of_model(folder))
-    named, architecture = _architecture(config)
+    if is_draft_head:
+        named = architecture = _head_architecture(config)
+    else:
+        named, architecture = _architecture(config)
     family = FAMILIES[architecture]
     config = config.with_names(family.field_names)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
@@ -59,7 +65,8 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, rms_norm_eps, rope.theta,
         derived_max_model_len, None not in options.sliding_windows, options.has_qk_norm or family.norms_projection,
     )  # fmt: skip
-    unknown_fields = check_fields(config, architecture, family.own_fields, own)
+    own_fields = family.own_fields | (DRAFT_HEAD_FIELDS if is_draft_head else frozenset())
+    unknown_fields = check_fields(config, architecture, own_fields, own)
     vocab_size = config.integer("vocab_size", maximum=_MAX_VOCAB)
     eos_token_ids, bos_token_id = special_tokens(folder, config, vocab_size)
     local_rope = family.read_local_rope(config, rotary_dim, max_positions)
@@ -92,6 +99,17 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         local_rope=ropes[1].for_length(max_model_len) if ropes[1:] else None,
         vision=vision,
     )
+
+
+def _head_architecture(config: JsonObject) -> str:
+    """The architecture whose layer a draft head has. Raises: UnsupportedModel."""
+    names = config.items("architectures") or []
+    if len(names) != 1 or names[0] not in DRAFT_HEADS:
+        found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
+        raise UnsupportedModel(
+            f"{config.where}: architectures: {found} is no draft head; supported: {', '.join(DRAFT_HEADS)}"
+        )
+    return DRAFT_HEADS[str(names[0])]
 
 
 def _architecture(config: JsonObject) -> tuple[str, str]:

@@ -124,3 +124,8 @@ CLASSIFIERS: Mapping[str, str] = {
     if name not in _WITHOUT_CLASSIFIER
 }
 """Architectures with a classification head -> the same with a language-model head."""
+DRAFT_HEADS: Mapping[str, str] = {
+    "Eagle3LlamaForCausalLM": "LlamaForCausalLM",
+    "LlamaForCausalLMEagle3": "LlamaForCausalLM",
+}
+"""Architectures of EAGLE-3 heads -> the family whose layer they have."""

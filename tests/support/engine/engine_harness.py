@@ -356,9 +356,12 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
     """The function of `make_real_engine`. harnesses: gets every engine; the caller checks and closes them."""
     from pdserve.engine.lora.adapter_store import AdapterStore
     from pdserve.engine.lora.lora_runner import ModelLoraRunner
+    from pdserve.models.config.draft_head_config import DraftHeadConfig
+    from pdserve.models.eagle_head import read_eagle_config
     from pdserve.models.kv_cache import make_kv_caches, shapes_of
     from pdserve.models.lora.lora_targets import with_lora_targets
     from pdserve.models.model_impl import load_model_decoder
+    from pdserve.models.read_config import read_config
 
     def make(
         folder: Path,
@@ -371,9 +374,13 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         cache_dtype: str | None = None,
         model_impl: ModelImpl = "native",
         hybrid_kv_cache: bool = False,
+        eagle_head: Path | None = None,
         has_draft_head: bool = False,
         **fields: Any,
     ) -> Harness:
+        head_config = DraftHeadConfig() if has_draft_head else None
+        if eagle_head is not None:
+            head_config = read_eagle_config(eagle_head, read_config(folder, "float32"))
         decoder: Any = load_model_decoder(
             folder,
             dtype="float32",
@@ -381,7 +388,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
             device=device,
             quantization=quantization,
             hybrid_kv_cache=hybrid_kv_cache,
-            has_draft_head=has_draft_head,
+            draft_head=head_config,
         )
         lora = None
         head = decoder.config.classifier

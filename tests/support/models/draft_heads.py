@@ -112,3 +112,106 @@ class DraftHeadModel:
         body.config.num_hidden_layers = len(layers)
         states: Tensor = body(inputs_embeds=embeds, use_cache=False).last_hidden_state
         return states
+
+
+class EagleModel:
+    """A Llama model, and an EAGLE-3 head for it in a folder of its own, computed here operation by operation."""
+
+    VOCAB = 200
+    """Tokens of the head."""
+
+    def __init__(self, folder: Path, head: Path, *, norms_residual: bool = False, **changes: Any) -> None:
+        """Write both and their tokenizer. changes: fields of the model's configuration."""
+        folder.mkdir(exist_ok=True)
+        head.mkdir(exist_ok=True)
+        self.folder, self.head = folder, head
+        model = make_family(folder, "llama", {"num_hidden_layers": 7, "eos_token_id": 2, **changes})
+        hidden, vocab = model.config.hidden_size, model.config.vocab_size
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith(_SMALL):
+                    weight.mul_(_FACTOR)
+            model.get_input_embeddings().weight.mul_(_EMBEDDING / 0.3)
+        model.save_pretrained(folder)
+        save_tokenizer(folder)
+        generator = torch.Generator().manual_seed(6)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self._heads, self._dim, inner = 4, hidden // 4, 40
+        eye = torch.eye(hidden)
+        ids = torch.randperm(vocab, generator=generator)[: self.VOCAB].sort().values
+        queries = 0.5 * drawn(hidden, 2 * hidden)
+        self.weights = {
+            "fc.weight": 0.01 * drawn(hidden, 3 * hidden),
+            "midlayer.input_layernorm.weight": 1.0 + 0.05 * drawn(hidden),
+            "midlayer.hidden_norm.weight": 1.0 + 0.2 * drawn(hidden),
+            "midlayer.post_attention_layernorm.weight": 1.0 + 0.2 * drawn(hidden),
+            # a token sees itself best
+            "midlayer.self_attn.q_proj.weight": queries,
+            "midlayer.self_attn.k_proj.weight": queries.clone(),
+            "midlayer.self_attn.v_proj.weight": torch.cat((eye, 0.02 * drawn(hidden, hidden)), dim=1),
+            "midlayer.self_attn.o_proj.weight": _EMBEDDING * eye,
+            "midlayer.mlp.gate_proj.weight": 0.2 * drawn(inner, hidden),
+            "midlayer.mlp.up_proj.weight": 0.2 * drawn(inner, hidden),
+            "midlayer.mlp.down_proj.weight": 0.1 * drawn(hidden, inner),
+            "norm.weight": model.model.norm.weight.detach().clone(),
+            "lm_head.weight": model.lm_head.weight.detach()[ids].clone(),
+            "d2t": ids - torch.arange(self.VOCAB),
+            "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True),
+        }
+        save_file(self.weights, head / "model.safetensors")
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab,
+            "num_hidden_layers": 1, "num_attention_heads": self._heads, "num_key_value_heads": self._heads,
+            "intermediate_size": inner, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 500.0,
+            "draft_vocab_size": self.VOCAB, "norm_before_residual": norms_residual, "eos_token_id": 2,
+        }  # fmt: skip
+        (head / "config.json").write_text(json.dumps(config))
+        self._model, self._ids, self._norms_residual = model, ids, norms_residual
+        self._taps = (2, 3, 4)
+
+    @torch.inference_mode()
+    def drafts(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """As `DraftHeadModel.drafts`."""
+        known = torch.tensor([list(token_ids)])
+        states = self._model.model(known[:, :-1], output_hidden_states=True).hidden_states
+        embed = self._model.get_input_embeddings()
+        taken = torch.cat([states[tap][0] for tap in self._taps], dim=-1) @ self.weights["fc.weight"].T
+        embeddings = embed(known[0, 1:])
+        found: list[int] = []
+        while len(found) < count:
+            residual = self._layer(embeddings, taken)
+            logits = self._norm(residual, "norm")[-1] @ self.weights["lm_head.weight"].T
+            found.append(int(self._ids[int(logits.argmax())]))
+            taken = torch.cat((taken, residual[-1:]))
+            embeddings = torch.cat((embeddings, embed(torch.tensor([found[-1]]))))
+        return found
+
+    def _layer(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        weights, num = self.weights, len(hidden)
+        normed = self._norm(hidden, "midlayer.hidden_norm")
+        x = torch.cat((self._norm(embeddings, "midlayer.input_layernorm"), normed), dim=-1)
+        q, k, v = (
+            (x @ weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(num, self._heads, self._dim)
+            for name in "qkv"
+        )
+        q, k = self._rotated(q), self._rotated(k)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self._dim**-0.5
+        scores += torch.full((num, num), -torch.inf).triu(1)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        residual = (normed if self._norms_residual else hidden) + mixed @ weights["midlayer.self_attn.o_proj.weight"].T
+        y = self._norm(residual, "midlayer.post_attention_layernorm")
+        gate, up = (y @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return residual + (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        frequencies = 500.0 ** (-torch.arange(0, self._dim, 2) / self._dim)
+        angles = torch.arange(len(x))[:, None] * frequencies
+        cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weights[f"{name}.weight"]

@@ -18,12 +18,13 @@ MAX_LOOKUP = 64
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted. A draft changes the number of steps of a text, never the text."""
 
-    method: Literal["ngram", "draft_model", "mtp"] | None = None
+    method: Literal["ngram", "draft_model", "mtp", "eagle3"] | None = None
     """`ngram`: what followed the last tokens of the sequence where they stand in it before. `draft_model`: what a smaller model of
-    the same vocabulary says. `mtp`: what the model's own draft head says (multi-token prediction), whose keys and values a prefill
-    worker with the same method computes for decode workers. Default: `draft_model` with `model`, else `ngram`."""
+    the same vocabulary says. `mtp`: what the model's own draft head says (multi-token prediction); `eagle3`: what an EAGLE-3 head
+    says. Prefill workers with the same head compute its keys and values for decode workers. Default: `draft_model` with `model`,
+    else `ngram`."""
     model: str | None = None
-    """Folder or name of the model that drafts, as `--model` takes it; with `draft_model` alone."""
+    """Folder or name of the model or head that drafts, as `--model` takes it; with `draft_model` and `eagle3` only."""
     num_speculative_tokens: int
     """Tokens of a sequence that are drafted per step, at most."""
     prompt_lookup_max: int | None = None
@@ -41,7 +42,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def has_draft_head(self) -> bool:
         """True: the model is loaded with its draft head."""
-        return self.method == "mtp"
+        return self.method in ("mtp", "eagle3")
 
     @property
     def reads_tokens_only(self) -> bool:
@@ -75,8 +76,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             value = getattr(self, name)
             if value is not None and not 1 <= value <= limit:
                 raise ConfigError(f"{FIELD}.{name} is {value}, 1 to {limit} tokens are possible")
-        if self.method == "draft_model" and not self.model:
-            raise ConfigError(f"{FIELD}.method is 'draft_model', which needs {FIELD}.model: a folder or a name")
+        if self.method in ("draft_model", "eagle3") and not self.model:
+            raise ConfigError(f"{FIELD}.method is {self.method!r}, which needs {FIELD}.model: a folder or a name")
         if self.method in ("ngram", "mtp") and self.model is not None:
             raise ConfigError(f"{FIELD}.model is {self.model!r:.100}, which the method {self.method!r} does not take")
         if self.reads_tokens_only and (self.prompt_lookup_max or self.prompt_lookup_min):

@@ -226,6 +226,7 @@ class ModelRunner:
         times = StepTimes(started, len(rows), int(counts.sum()))
         times.prepared = self._runtime.event()
         embedded = output_rows = None
+        layer_inputs: list[Tensor] | None = None
         if graphs is not None and shape is not None:
             if self._before_layer is not None:
                 self._before_layer()
@@ -234,6 +235,8 @@ class ModelRunner:
             if reads_embeds or images is not None:
                 embedded = self._model.embed_input_ids(inputs.token_ids)
                 batch.prompt_embeds.put(embedded, rows, counts, batch.num_computed)
+            if self._draft_head is not None and self._draft_head.needs_layer_inputs:
+                layer_inputs = []
             reads_all = has_adapters or self._draft_head is not None
             if not (reads_all or len(batch.prompt_logprobs) or len(batch.pooler)):
                 output_rows = inputs.output_rows()
@@ -246,6 +249,7 @@ class ModelRunner:
                 is_by_layer=self._layer_times is not None,
                 ops=self._ops,
                 output_rows=output_rows,
+                layer_inputs=layer_inputs,
             )
             hidden = self._model.forward(self.encoder.placed(given, images))
             if self._group is not None and not len(hidden):
@@ -259,7 +263,8 @@ class ModelRunner:
         self.kv_written = None if self._runtime.is_synchronous else times.forwarded
         filled = None
         if self._draft_head is not None:
-            filled = FilledStep(inputs.batches[-1], hidden, rows, counts, batch.num_computed[rows] - counts)
+            taken = self._draft_head.taken(hidden, layer_inputs or ())
+            filled = FilledStep(inputs.batches[-1], taken, rows, counts, batch.num_computed[rows] - counts)
         self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras, filled)
 
     @torch.inference_mode()

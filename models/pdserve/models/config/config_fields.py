@@ -31,6 +31,12 @@ READ = words(
     sbert_ce_default_activation_function
     """
 )
+DRAFT_HEAD_FIELDS = words(
+    """
+    draft_vocab_size target_hidden_size eagle_config eagle_aux_hidden_state_layer_ids norm_before_residual norm_before_fc
+    """
+)
+"""Of EAGLE-3 heads."""
 HARMLESS = words(
     """
     label2id finetuning_task task_specific_params prefix torchscript return_dict

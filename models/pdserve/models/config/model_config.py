@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +20,7 @@ from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.kernels.state.state_spec import StateSpec as LayerStateSpec
 from pdserve.models.config.classifier_config import ClassifierConfig
+from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.config.query_temperature import QueryTemperature
@@ -39,7 +40,7 @@ from pdserve.models.kv_cache import (
     group_windows,
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
-from pdserve.models.layers.draft_head import DraftHead, DraftNames
+from pdserve.models.layers.draft_head import DraftNames, MtpHead
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
@@ -51,8 +52,8 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 MAX_LAYERS = 4096
 """Of config.json: an upper limit that no known model reaches."""
-_STATE, _DRAFT = (-1, -1), (-2, -2)
-"""In place of numbers of KV heads and of a head."""
+_STATE, _DRAFT = (-1,) * 3, (-2,) * 3
+"""In place of what `_heads_of` gives."""
 SILU = ("silu", "swish")
 """Two names of one activation."""
 
@@ -107,13 +108,13 @@ class ModelConfig:
     """The vision encoder; None: the model takes only text."""
     hybrid_kv_cache: bool = False
     """True: layers with a window and others are KV cache groups of their own, where that saves memory."""
-    has_draft_head: bool = False
-    """True: the model is loaded with its draft head, whose layer has the number `num_layers` and a KV cache group of its own."""
+    draft_head: DraftHeadConfig | None = None
+    """The head with which the model is loaded, whose layer has the number `num_layers`, and a KV cache group of its own."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Per layer: number of tokens that a token attends to, itself included; None: all."""
-        return self.family.sliding_windows + (None,) * self.has_draft_head
+        return self.family.sliding_windows + (None,) * (self.draft_head is not None)
 
     @property
     def latent(self) -> LatentShape | None:
@@ -122,6 +123,8 @@ class ModelConfig:
 
     def rotary_head_dim(self, layer: int) -> int:
         """Numbers of a head to which `layer_rope` belongs."""
+        if (own := self._own_head(layer)) is not None:
+            return own.rotary_head_dim(0)
         return self.layer_head_dim(layer) if self.latent is None else self.latent.rope_dim
 
     @property
@@ -144,6 +147,8 @@ class ModelConfig:
         return LayerStateSpec(num_heads=self.states.num_heads, head_size=self.states.head_size, kv_cache_group=group)
 
     def attention_spec(self, layer: int) -> AttentionSpec:
+        if (own := self._own_head(layer)) is not None:
+            return replace(own.attention_spec(0), kv_cache_group=self.kv_cache_place(layer)[0])
         head_dim = self.layer_head_dim(layer)
         scale = self.family.attention_scale or head_dim**-0.5
         return AttentionSpec(
@@ -166,6 +171,8 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> RopeParameters | None:
         """None: the layer does not rotate."""
+        if (own := self._own_head(layer)) is not None:
+            return own.rope
         if layer in self.family.unrotated_layers:
             return None
         return self.rope if self.sliding_windows[layer] is None or self.local_rope is None else self.local_rope
@@ -189,11 +196,15 @@ class ModelConfig:
 
     def layer_head_dim(self, layer: int) -> int:
         """Numbers of a layer's heads."""
+        if (own := self._own_head(layer)) is not None:
+            return own.head_dim
         sizes = self.family.layer_head_dims
         return sizes[layer] if layer < len(sizes) else self.head_dim
 
     def layer_kv_heads(self, layer: int) -> int:
         """KV heads of a layer, of all ranks."""
+        if (own := self._own_head(layer)) is not None:
+            return own.num_kv_heads
         numbers = self.family.layer_kv_heads
         return numbers[layer] if layer < len(numbers) else self.num_kv_heads
 
@@ -202,11 +213,19 @@ class ModelConfig:
         owners = self.family.key_layers
         return owners[layer] if layer < len(owners) else layer
 
-    def _heads_of(self, layer: int) -> tuple[int, int]:
-        """KV heads, and numbers of a head."""
-        return self.layer_kv_heads(layer), self.layer_head_dim(layer)
+    def _own_head(self, layer: int) -> ModelConfig | None:
+        """The configuration of a draft head with dimensions of its own, if the layer is that head's."""
+        return None if self.draft_head is None or layer < self.num_layers else self.draft_head.own
 
-    def _shape_of(self, layer: int) -> tuple[int, int]:
+    def _rows_per_token(self, layer: int) -> int:
+        """1: a latent row; 2: a key and a value."""
+        return 2 if self.latent is None or self._own_head(layer) is not None else 1
+
+    def _heads_of(self, layer: int) -> tuple[int, int, int]:
+        """KV heads, numbers of a head, and rows of a token."""
+        return self.layer_kv_heads(layer), self.layer_head_dim(layer), self._rows_per_token(layer)
+
+    def _shape_of(self, layer: int) -> tuple[int, int, int]:
         """Equal for layers whose blocks have one shape."""
         if layer == self.num_layers:
             return _DRAFT
@@ -215,8 +234,8 @@ class ModelConfig:
     @cached_property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each KV cache group: of equal KV heads, and of one kind where windows, or chunks, are groups of their own."""
-        shapes: dict[tuple[int, int], list[int]] = {}
-        for layer in range(self.num_layers + self.has_draft_head):
+        shapes: dict[tuple[int, int, int], list[int]] = {}
+        for layer in range(len(self.sliding_windows)):
             if self.keys_of(layer) == layer:
                 shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
@@ -265,10 +284,10 @@ class ModelConfig:
     def _group_shapes(self) -> list[int]:
         """Per KV cache group, the index of the shape of its blocks."""
         groups = [(self._shape_of(layers[0]), layers) for layers in self.kv_cache_group_layers]
-        num_layers: dict[tuple[int, int], int] = {}
+        num_layers: dict[tuple[int, int, int], int] = {}
         for kind, layers in groups:
             num_layers[kind] = max(len(layers), num_layers.get(kind, 0))
-        # the draft head's layer has the heads of others, and their blocks where those have one layer, too
+        # a draft head's layer that has the heads of others has their blocks where those have one layer, too
         heads = [self._heads_of(layers[0]) if kind == _DRAFT else kind for kind, layers in groups]
         shapes = [(of_group, num_layers[kind]) for of_group, (kind, _) in zip(heads, groups, strict=True)]
         return [list(dict.fromkeys(shapes)).index(each) for each in shapes]
@@ -308,7 +327,7 @@ class ModelConfig:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} has only states"
             )
-        uneven = [size for size in map(self.layer_head_dim, range(self.num_layers)) if size % SCALE_BYTES]
+        uneven = [size for size in map(self.layer_head_dim, range(len(self.sliding_windows))) if size % SCALE_BYTES]
         if cache_dtype is not None and uneven:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {uneven[0]}"
@@ -330,7 +349,7 @@ class ModelConfig:
                     head_dim=self.layer_head_dim(groups[0][0]),
                     block_size=block_size,
                     dtype=cache_dtype or self.dtype,
-                    rows_per_token=2 if self.latent is None else 1,
+                    rows_per_token=self._rows_per_token(groups[0][0]),
                 )
             )
         return KvLayout(
@@ -342,7 +361,7 @@ class ModelConfig:
             group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
             group_chunks=group_chunks(self._kv_cache_specs()),
-            draft_head="mtp" if self.has_draft_head else "",
+            draft_head="" if self.draft_head is None else self.draft_head.name,
         )
 
     def _state_block(self, num_layers: int, shard: RankShard) -> BlockShape:
@@ -497,7 +516,7 @@ class FamilyLayers:
             return False
         return weight not in [names.full(copy, num_layers) for copy in names.copies]
 
-    def load_draft_head(self, weights: WeightLoader, config: ModelConfig) -> DraftHead:
+    def load_draft_head(self, weights: WeightLoader, config: ModelConfig) -> MtpHead:
         """Raises: ConfigError."""
         names, hidden, number = self.draft_names, config.hidden_size, config.num_layers
         if names is None:
@@ -508,7 +527,7 @@ class FamilyLayers:
 
         layer = self.load_layer(weights, config, number, names.full(names.layer, number))
         assert isinstance(layer, DecoderLayer)
-        return DraftHead(
+        return MtpHead(
             embedding_norm=norm(names.embedding_norm),
             hidden_norm=norm(names.hidden_norm),
             projection=make_linear(weights.matrix(names.full(names.projection, number), hidden, 2 * hidden)),

@@ -42,6 +42,7 @@ class KimiLinear(GroupedMixture):
     }  # fmt: skip
     default_rms_norm_eps = 1e-5
     default_latent = LatentShape(0, 512, 128, 64, 128, rotates_neighbours=True)
+    draft_names = None
     default_experts = ExpertShape(256, 8, 1024, scale=2.446)
     expert_projections = ("w1", "w3", "w2")
 

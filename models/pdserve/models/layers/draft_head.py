@@ -1,27 +1,29 @@
-"""`DraftHead`: multi-token prediction, a layer after the last one that predicts one token more.
+"""Draft heads: a layer after the last one that predicts one token more.
 
-Entry i of its KV cache belongs to position i. It is made of the model's hidden state there and of the token at i + 1, and predicts
+Entry i of its KV cache belongs to position i. It is made of what the model computed there and of the token at i + 1, and predicts
 the token at i + 2. To draft further tokens, the head takes its own hidden state, and the token that it drafted.
-Source: DeepSeek-V3 (DeepSeek-AI 2024), section 2.2.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.linear import Linear
+from pdserve.kernels.cpu.linear import Linear, OutputHead
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layer_plans import LayerPlan
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.layers.embedding import Embedding
 
 
 @dataclass(frozen=True, slots=True)
 class DraftNames:
-    """Names of a draft head's weights in the checkpoint."""
+    """Names of the weights of a model's own head in the checkpoint."""
 
     prefix: str
     """Of all of them; `{}` is the number of the model's layers."""
@@ -45,17 +47,31 @@ class DraftNames:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftHead:
-    """The parts that the head has for itself; embedding and output head are the model's."""
+class DraftHead(ABC):
+    """What all heads have."""
 
-    embedding_norm: RmsNorm
-    hidden_norm: RmsNorm
-    projection: Linear
-    """`[T, 2 H]` -> `[T, H]`."""
     layer: DecoderLayer
     final_norm: RmsNorm
-    hidden_first: bool
-    passes_normed: bool
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs `taken` needs."""
+        return ()
+
+    @abstractmethod
+    def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """What entries take of the model, `[T, H]`. hidden `[T, H]`: its last hidden states. inputs `[T, H]` each: of
+        `tapped_layers`."""
+
+    @abstractmethod
+    def inputs_of(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream `[T, H]`, and the input of the layer's attention."""
+
+    @abstractmethod
+    def passed(self, residual: Tensor, normed: Tensor) -> Tensor:
+        """What a further entry takes of the head, `[N, H]`."""
 
     def forward(
         self,
@@ -68,15 +84,79 @@ class DraftHead:
     ) -> tuple[Tensor, Tensor]:
         """The normed hidden states `[N, H]`, from which logits are made, and those that a further entry takes.
 
-        embeddings `[T, H]`: of the tokens after the entries' positions. hidden `[T, H]`: the model's at these positions, or the
-        head's own. phases, plan, output_rows: as of `DecoderLayer.forward`.
+        embeddings `[T, H]`: of the tokens after the entries' positions. hidden `[T, H]`: `taken` of the model, or the head's own.
+        phases, plan, output_rows: as of `DecoderLayer.forward`.
         """
+        stream, x = self.inputs_of(embeddings, hidden)
+        if output_rows is not None and not len(output_rows):
+            self.layer.store(x, phases, plan, ops)
+            return stream[:0], stream[:0]
+        residual, normed, _ = self.layer.forward(stream, x, self.final_norm, phases, plan, ops, output_rows)
+        return normed, self.passed(residual, normed)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead(DraftHead):
+    """Multi-token prediction, in the model's checkpoint. Source: DeepSeek-V3 (DeepSeek-AI 2024), section 2.2."""
+
+    projection: Linear
+    """`[T, 2 H]` -> `[T, H]`."""
+    hidden_first: bool
+    """See `DraftNames`."""
+    passes_normed: bool
+    """See `DraftNames`."""
+
+    def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        return hidden
+
+    def inputs_of(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         parts = (self.embedding_norm(embeddings), self.hidden_norm(hidden))
         stream = self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
         norm = self.layer.input_norm
-        x = stream if norm is None else norm(stream)
-        if output_rows is not None and not len(output_rows):
-            self.layer.store(x, phases, plan, ops)
-            return x[:0], x[:0]
-        residual, normed, _ = self.layer.forward(stream, x, self.final_norm, phases, plan, ops, output_rows)
-        return normed, normed if self.passes_normed else residual
+        return stream, stream if norm is None else norm(stream)
+
+    def passed(self, residual: Tensor, normed: Tensor) -> Tensor:
+        return normed if self.passes_normed else residual
+
+
+@dataclass(frozen=True, slots=True)
+class EagleHead(DraftHead):
+    """See `eagle_head.py`."""
+
+    combine: Linear
+    """`[T, 3 H]` -> `[T, H]`."""
+    lm_head: OutputHead
+    """`[N, H]` -> `[N, Vd]` float32."""
+    token_ids: Tensor | None
+    """`[Vd]`: the model's id of each token of the head; None: they are equal."""
+    vocab_size: int
+    """V, of the model."""
+    embedding: Embedding | None
+    """`[V, H]`; None: the model's."""
+    norms_residual: bool
+    """See `DraftHeadConfig`."""
+    taps: tuple[int, ...]
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        return self.taps
+
+    def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        return self.combine(torch.cat(list(inputs), dim=-1))
+
+    def inputs_of(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((self.embedding_norm(embeddings), normed), dim=-1)
+        # the layer may overwrite the stream
+        return normed if self.norms_residual else hidden.clone(), x
+
+    def passed(self, residual: Tensor, normed: Tensor) -> Tensor:
+        return residual
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[N, H]` -> `[N, V]` float32, minus infinity for tokens that the head cannot draft."""
+        found = self.lm_head(normed)
+        if self.token_ids is None:
+            return found
+        logits = found.new_full((len(normed), self.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self.token_ids, found)

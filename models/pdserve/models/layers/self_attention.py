@@ -96,6 +96,7 @@ class SelfAttention:
         values_are_keys: bool = False,
         shared: SharedKeys | None = None,
         has_keys: bool = True,
+        input_size: int | None = None,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
@@ -104,7 +105,7 @@ class SelfAttention:
         in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms;
         norm_names None: the norms have no weights. is_gated: in `q_proj`, the rows of each head are followed by those of its gate.
         norms_values: each head of values is normalised, too, without weights. values_are_keys: values are what `k_proj` gives.
-        shared, has_keys: see the fields.
+        shared, has_keys: see the fields. input_size: default: hidden_size.
         Raises: ConfigError.
         """
         shard = weights.shard
@@ -119,7 +120,7 @@ class SelfAttention:
         elif qk_norm_eps is not None:
             qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset, has_keys)
         qkv, gate = _load_qkv(
-            weights, prefix, spec, order, hidden_size, qkv_bias, is_fused, value_dim, is_gated, values_are_keys,
+            weights, prefix, spec, order, input_size or hidden_size, qkv_bias, is_fused, value_dim, is_gated, values_are_keys,
             "qkv" if has_keys else "q",
         )  # fmt: skip
         return cls(
@@ -236,7 +237,7 @@ def _load_qkv(
     prefix: str,
     spec: AttentionSpec,
     order: HeadOrder,
-    hidden_size: int,
+    input_size: int,
     bias: bool,
     is_fused: bool,
     value_dim: int | None,
@@ -264,10 +265,10 @@ def _load_qkv(
             continue
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
-            matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, hidden_size, Part(0, start, stop))
+            matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, input_size, Part(0, start, stop))
             first += rows
         else:
-            matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
+            matrix = weights.matrix(f"{prefix}.{name}_proj", rows, input_size, part)
         arranged = partial(_padded_heads, size=size, padded=spec.head_dim) if name == "v" else order.paired
         added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part) if bias else None
         if name == "k":

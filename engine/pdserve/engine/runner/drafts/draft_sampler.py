@@ -6,13 +6,12 @@ wherever model and drafter predict the same token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
-from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata, TokenSampler
 from pdserve.engine.speculation.drafter import DraftRows
@@ -23,15 +22,17 @@ from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 class DraftSampler:
     """One drafter's."""
 
-    def __init__(self, model: DecoderModel, ops: LayerOps, sampler: TokenSampler | None = None) -> None:
-        """sampler: default: `Sampler`."""
-        self._model = model
+    def __init__(
+        self, compute_logits: Callable[[Tensor], Tensor], ops: LayerOps, sampler: TokenSampler | None = None
+    ) -> None:
+        """compute_logits: `[R, H]` -> `[R, V]` float32. sampler: default: `Sampler`."""
+        self._compute_logits = compute_logits
         self._packs = ops.sample is not None
         self._sampler = sampler or Sampler(ops.sample)
 
     def sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
         """`[R]` tokens after `number` drafts, on the device; hidden `[R, H]`, rows `[R]` of the batch."""
-        logits = self._model.compute_logits(hidden)
+        logits = self._compute_logits(hidden)
         metadata: SamplingMetadata = wanted.parameters(rows, number)
         packed_rows = None
         if self._packs or hidden.device.type != "cpu":

@@ -35,7 +35,7 @@ class FilledStep:
     batch: AttentionBatch
     """Of the head's KV cache group."""
     hidden: Tensor
-    """`[T, H]`, of all tokens."""
+    """`[T, H]`, what entries take of the model."""
     rows: IntArray
     """`[S]`, of the batch."""
     counts: IntArray
@@ -88,15 +88,26 @@ class HeadDrafter:
 
         drafts: False on a worker that only fills the cache.
         """
-        self._model = model
+        if model.draft_head is None:
+            raise ValueError("the model has no draft head")
+        self._model, self._head = model, model.draft_head
         self._attention = attention
         self._specs = specs
         self._ops = ops
-        self._sampler = DraftSampler(model, ops, sampler)
+        self._sampler = DraftSampler(model.compute_draft_logits, ops, sampler)
         self._drafts = drafts
         self._before_layer = before_layer
         self._last: tuple[_Predictions, BlockTable] | None = None
         """Of the last step, until `propose` has taken them."""
+
+    @property
+    def needs_layer_inputs(self) -> bool:
+        """True if `taken` needs `ModelInputs.layer_inputs` of a step."""
+        return bool(self._head.tapped_layers)
+
+    def taken(self, hidden: Tensor, layer_inputs: Sequence[Tensor]) -> Tensor:
+        """What the step's entries take of the model, `[T, H]`. hidden `[T, H]`: its last hidden states."""
+        return self._head.taken(hidden, layer_inputs)
 
     def fill(self, step: FilledStep, batch: InputBatch, sampled: tuple[SampledInputs, Sampled] | None) -> None:
         """Queue the entries of a step's tokens. sampled: the tokens after the last of each complete row; None: none is complete.

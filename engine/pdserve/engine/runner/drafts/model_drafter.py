@@ -58,7 +58,7 @@ class ModelDrafter:
         self._max_model_len = model.max_model_len
         self._max_num_tokens = max_num_tokens
         self._before_layer = before_layer
-        self._sampler = DraftSampler(model.decoder, ops)
+        self._sampler = DraftSampler(model.decoder.compute_logits, ops)
         num_blocks, block_size = model.kv_caches[0].shape[0], model.kv_caches[0].shape[4]
         self._blocks = DraftBlocks(num_rows, model.max_model_len, num_blocks, block_size)
         self._computed_ids = np.zeros((num_rows, model.max_model_len), np.int64)

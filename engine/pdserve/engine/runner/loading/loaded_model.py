@@ -247,7 +247,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     decoder = load_model_decoder(
         folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
         load_format=settings.load_format, quantization=settings.weight_form, shard=shard, progress=progress,
-        hybrid_kv_cache=config.hybrid_kv_cache, has_draft_head=config.has_draft_head,
+        hybrid_kv_cache=config.hybrid_kv_cache, draft_head=config.draft_head,
     )  # fmt: skip
     adapters = None
     if settings.enable_lora and isinstance(decoder, Decoder):

@@ -10,6 +10,7 @@ from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes
 from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
 from pdserve.engine.sequence_blocks import BlockCounts
+from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import load_decoder
@@ -73,8 +74,11 @@ def weight_bytes(
     shard: RankShard = WHOLE,
     model_impl: ModelImpl = "auto",
     device: str = "cpu",
+    draft_head: DraftHeadConfig | None = None,
 ) -> int:
     """Bytes of all weights as they are served on a device, or of one rank's part.
+
+    draft_head: loaded with the model. An EAGLE-3 head is not counted: it has fewer weights than a layer of the model.
 
     Checks every weight's name, shape and dtype against config.json as at loading, without reading weights.
     Raises: ConfigError, UnsupportedModel.
@@ -94,6 +98,7 @@ def weight_bytes(
         quantization=quantization,
         shard=shard,
         progress=count,
+        draft_head=draft_head,
         served_on=device,
     )
     return total
@@ -166,6 +171,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
             shard,
             settings.model_impl,
             settings.device,
+            config.draft_head,
         )
         + adapter_bytes(folder, settings, shard),
         pool=layout.pool_bytes(num_blocks),

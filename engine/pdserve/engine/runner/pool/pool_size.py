@@ -10,6 +10,7 @@ from operator import mul
 from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.runner.drafts.draft_head_folder import draft_head_config
 from pdserve.engine.sequence_blocks import BlockCounts, max_sequence_tokens, num_window_blocks
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
@@ -29,17 +30,11 @@ _DYNAMIC = (
 
 def with_kv_cache_groups(config: ModelConfig, settings: WorkerSettings) -> ModelConfig:
     """The configuration with one KV cache group per kind of layer, but not with `disable_hybrid_kv_cache_manager` or if the code of
-    `transformers` computes the model, and with one for the draft head where `speculative_config` says so.
+    `transformers` computes the model, and with one for the draft head of `speculative_config`.
 
-    Raises: ConfigError if there is no such head.
+    Raises: as `draft_head_config`.
     """
-    setting = settings.speculative_config
-    if setting is not None and setting.has_draft_head:
-        if config.family.draft_names is None or config.implementation:
-            raise ConfigError(
-                f"speculative_config.method is {setting.method!r}, and no draft head is read of {config.architecture}"
-            )
-        config = replace(config, has_draft_head=True)
+    config = replace(config, draft_head=draft_head_config(settings.speculative_config, config))
     if settings.disable_hybrid_kv_cache_manager or config.implementation:
         return config
     return replace(config, hybrid_kv_cache=True)
