@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.engine.speculation.drafter import DraftRows
 from tests.support.engine.engine_harness import Harness
-from tests.support.engine.hash_model import VOCAB_SIZE, greedy_answer
+from tests.support.engine.hash_model import VOCAB_SIZE, Window, greedy_answer
 
 Continue = Callable[[list[int], int], list[int]]
 """(tokens of a sequence, number) -> at most so many tokens that follow."""
@@ -38,9 +38,9 @@ class ScriptedDrafter:
         return (token + self._draw.randrange(1, self._vocab_size)) % self._vocab_size
 
 
-def greedy_drafter(right: float = 1.0, seed: int = 0) -> ScriptedDrafter:
+def greedy_drafter(right: float = 1.0, seed: int = 0, window: Window = None) -> ScriptedDrafter:
     """A drafter that predicts the hash model."""
-    return ScriptedDrafter(greedy_answer, right, seed=seed)
+    return ScriptedDrafter(lambda tokens, number: greedy_answer(tokens, number, window), right, seed=seed)
 
 
 def drafter_of(texts: Sequence[Sequence[int]], right: float = 1.0, vocab_size: int = VOCAB_SIZE) -> ScriptedDrafter:
@@ -56,12 +56,14 @@ def drafter_of(texts: Sequence[Sequence[int]], right: float = 1.0, vocab_size: i
     return ScriptedDrafter(follows, right, vocab_size)
 
 
-def text_or_greedy_drafter(texts: Sequence[Sequence[int]], right: float, seed: int) -> ScriptedDrafter:
+def text_or_greedy_drafter(
+    texts: Sequence[Sequence[int]], right: float, seed: int, window: Window = None
+) -> ScriptedDrafter:
     """As `drafter_of`, and as `greedy_drafter` for other texts. The list may grow."""
     known = drafter_of(texts)
 
     def follows(tokens: list[int], number: int) -> list[int]:
-        return known._follows(tokens, number) or greedy_answer(tokens, number)
+        return known._follows(tokens, number) or greedy_answer(tokens, number, window)
 
     return ScriptedDrafter(follows, right, seed=seed)
 

@@ -266,7 +266,7 @@ class HashModel:
         for group, [spec] in enumerate(self.attention_specs):
             values = _stored(inputs.token_ids.numpy(), inputs.positions.numpy(), group)
             if isinstance(plan := inputs.plans[spec], StatePlan):
-                found = _joined(found, self._states(plan, values, inputs.positions.numpy()), group)
+                found = _joined(found, self._states(plan, torch.from_numpy(values), inputs.positions), group)
                 continue
             plan = attention_plan(plan)
             stored = torch.from_numpy(values).view(-1, 1, 1)
@@ -274,9 +274,11 @@ class HashModel:
             found = _joined(found, plan.attend(0, stored, stored, stored).numpy(), group)
         return inputs.read_rows(torch.from_numpy(found))
 
-    @staticmethod
-    def _states(plan: StatePlan, values: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    @classmethod
+    def _states(cls, plan: StatePlan, contents: Tensor, places: Tensor) -> NDArray[np.int64]:
         """`[T, 1]`: the state after each token."""
+        plan.keep(cls._states, contents, places)
+        values, positions = contents.numpy(), places.numpy()
         before = plan.read(0)
         after = torch.zeros_like(before)
         found = np.full((len(values), 1), -1, np.int64)

@@ -54,10 +54,12 @@ class SampleTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand."""
+    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand, or with tentative states."""
 
     num_tokens: dict[str, int]
     """req_id -> tokens that the step added to the sequence."""
+    writes_states: bool = False
+    """The step has tentative states, and the ranks meet after they are written."""
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -29,6 +29,7 @@ from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.inputs.step_inputs import StepInputBuilder, attention_plans
 from pdserve.engine.runner.results.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
+from pdserve.engine.runner.results.tentative_states import TentativeStates
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
@@ -60,6 +61,8 @@ class _Step:
     times: StepTimes
     failed_loras: dict[str, RequestFailure]
     """See `ModelRunnerOutput.failed_loras`."""
+    states: TentativeStates | None
+    """None: every token of the step stands, or the model has no states."""
 
 
 class PendingOutput:
@@ -67,14 +70,15 @@ class PendingOutput:
 
     def __init__(
         self, runner: ModelRunner, output: ModelRunnerOutput, sampled: tuple[SampledPlan, Sampled] | None,
-        arrays: PendingArrays | None, times: StepTimes,
+        arrays: PendingArrays | None, times: StepTimes, states: TentativeStates | None = None,
     ) -> None:  # fmt: skip
-        """sampled and arrays: None if no row is sampled."""
+        """sampled and arrays: None if no row is sampled. states: see `_Step`."""
         self._runner = runner
         self._output = output
         self._sampled = sampled
         self._arrays = arrays
         self._times = times
+        self._states = states
 
     def result(self, num_tokens: Mapping[str, int] | None = None) -> ModelRunnerOutput:
         """Wait for the step, at most once. num_tokens: as of `ModelRunner.read`."""
@@ -83,6 +87,8 @@ class PendingOutput:
             plan, sampled = self._sampled
             is_finite, *arrays = self._arrays.wait()
             self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output, num_tokens)
+            if self._states is not None:
+                self._runner.write_states(self._states)
             self._runner.draft(self._output)
         self._output.compute_s = self._times.ended.seconds_since(self._times.started)
         self._output.stats = self._times.stats()
@@ -186,7 +192,8 @@ class ModelRunner:
         self._update_batch(scheduled)
         self.encoder.update(scheduled)
         batch = self.batch
-        rows, counts = batch.decodes_first(scheduled.num_scheduled_tokens)
+        rows, counts, tentative = batch.decodes_first(scheduled.num_scheduled_tokens, scheduled.tentative_req_ids)
+        num_before = batch.num_computed[rows[tentative]]
         images = self.encoder.of_step(batch.mm_features, rows, counts, batch.num_computed[rows])
         failed_loras, has_adapters = dict[str, RequestFailure](), False
         if self.lora is not None:
@@ -201,12 +208,14 @@ class ModelRunner:
             pooled, complete = complete[is_pooled], complete[~is_pooled]
         reads_embeds = len(batch.prompt_embeds) > 0 and batch.prompt_embeds.are_read(rows, batch.num_computed)
         graphs, shape = self._graphs, None
-        if graphs is not None and not reads_embeds and images is None and not (len(batch.mrope) and counts[-1] > 1):
+        # a graph writes the states of all rows
+        is_eager = reads_embeds or images is not None or bool(tentative) or (len(batch.mrope) > 0 and counts[-1] > 1)
+        if graphs is not None and not is_eager:
             shape = graphs.shape_for(counts, has_adapters)
-        inputs = self._inputs.build(rows, counts, complete, shape)
+        inputs = self._inputs.build(rows, counts, complete, shape, tentative)
         times = StepTimes(started, len(rows), int(counts.sum()))
         times.prepared = self._runtime.event()
-        embedded = output_rows = None
+        embedded = output_rows = states = None
         if graphs is not None and shape is not None:
             if self._before_layer is not None:
                 self._before_layer()
@@ -227,6 +236,8 @@ class ModelRunner:
                 ops=self._ops,
                 output_rows=output_rows,
             )
+            if tentative:
+                states = TentativeStates.of(given.plans.values(), rows[tentative], num_before)
             hidden = self._model.forward(self.encoder.placed(given, images))
             if self._group is not None and not len(hidden):
                 # blocks of all ranks are published when rank 0's step ends; without hidden states no operation of the ranks
@@ -237,7 +248,7 @@ class ModelRunner:
         if self._layer_times is not None:
             times.add_layers(self._layer_times.take())
         self.kv_written = None if self._runtime.is_synchronous else times.forwarded
-        self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras)
+        self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras, states)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
@@ -284,7 +295,7 @@ class ModelRunner:
             self.batch.expect_tokens(plan.rows)
         arrays = self._readback.start([is_finite, *sampled.tensors()])
         step.times.ended = self._runtime.event()
-        return PendingOutput(self, result, (plan, sampled), arrays, step.times)
+        return PendingOutput(self, result, (plan, sampled), arrays, step.times, step.states)
 
     def _with_late_rules(
         self, inputs: SampledInputs, grammar: GrammarOutput | None
@@ -344,6 +355,12 @@ class ModelRunner:
                 result.failed[len(result.req_ids)] = RequestFailure.of(sampled.failed[number])
             result.req_ids.append(req_ids[place])
             result.sampled_token_ids.append([token_ids[number]])
+
+    def write_states(self, states: TentativeStates) -> None:
+        """Write the states of the tokens that stand, after `read`."""
+        states.advance(self.batch.num_computed)
+        if self.kv_written is not None:
+            self.kv_written = self._runtime.event()
 
     def draft(self, result: ModelRunnerOutput) -> None:
         """Write the drafts of the next step into the result of the last one, unless the next one has begun."""

@@ -111,20 +111,26 @@ class GatedDeltaNet:
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, Hv * Dv]`, the input of `output`. Reads and writes the states of the step's sequences."""
         shape, num_tokens, heads = self.shape, len(x), self.spec.num_heads
-        per_key, num_columns = shape.values_per_key, shape.channels_per_key * (shape.conv_length - 1)
+        per_key = shape.values_per_key
         qkvz = self.qkvz(x).view(num_tokens, heads, -1)
         mixed, gate = torch.split(qkvz, [shape.channels_per_key, per_key * shape.value_dim], -1)
         beta, step = self.ba(x).view(num_tokens, heads, 2, per_key).unbind(2)
+        found = self._found(plan, mixed.flatten(1), beta.flatten(1), step.flatten(1))
+        return self._normed(found.to(x.dtype), gate.reshape(num_tokens, -1, shape.value_dim)).flatten(1)
+
+    def _found(self, plan: StatePlan, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
+        """mixed `[T, C]`, beta and step `[T, Hv]` -> `[T, Hv, Dv]` float32. Reads and writes states."""
+        plan.keep(self._found, mixed, beta, step)
+        shape, heads = self.shape, self.spec.num_heads
+        num_columns = shape.channels_per_key * (shape.conv_length - 1)
         states = plan.read(self.index)
         columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
         matrices = states[..., num_columns:].reshape(len(states), -1, shape.key_dim, shape.value_dim)
-        made, columns = causal_conv(mixed.flatten(1), columns, self.weight, None, plan)
-        found, matrices = self._delta(
-            F.silu(made).view(num_tokens, heads, -1), beta.flatten(1), step.flatten(1), matrices, plan
-        )
+        made, columns = causal_conv(mixed, columns, self.weight, None, plan)
+        found, matrices = self._delta(F.silu(made).view(len(mixed), heads, -1), beta, step, matrices, plan)
         parts = columns.view(len(states), heads, -1), matrices.view(len(states), heads, -1)
         plan.write(self.index, torch.cat(parts, -1))
-        return self._normed(found.to(x.dtype), gate.reshape(num_tokens, -1, shape.value_dim)).flatten(1)
+        return found
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

@@ -149,18 +149,25 @@ class Mamba2:
         shape, num_groups = self.shape, len(self.firsts)
         inner, bc = self.spec.num_heads * shape.heads_per_run * shape.head_dim, num_groups * shape.state_size
         gate, mixed, steps = torch.split(self.inputs(x), [inner, inner + 2 * bc, len(self.skip)], -1)
+        return self.norm(self._found(plan, mixed, steps), gate).to(x.dtype)
+
+    def _found(self, plan: StatePlan, mixed: Tensor, steps: Tensor) -> Tensor:
+        """mixed `[T, C]`, steps `[T, H]` -> `[T, H, P]` float32. Reads and writes states."""
+        plan.keep(self._found, mixed, steps)
+        shape, num_groups = self.shape, len(self.firsts)
+        inner, bc = self.spec.num_heads * shape.heads_per_run * shape.head_dim, num_groups * shape.state_size
         columns, matrices = self._parts(plan.read(self.index))
         made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
         made = F.silu(made).float()
         own, b, c = torch.split(made, [inner, bc, bc], -1)
-        own = own.view(len(x), -1, shape.head_dim)
+        own = own.view(len(mixed), -1, shape.head_dim)
         group_of_head = self.groups.repeat_interleave(shape.heads_per_run)
-        b, c = (each.view(len(x), num_groups, -1).index_select(1, group_of_head) for each in (b, c))
+        b, c = (each.view(len(mixed), num_groups, -1).index_select(1, group_of_head) for each in (b, c))
         steps = F.softplus(steps.float() + self.step_bias)
         tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
         found, matrices = SELECTIVE_SCAN.over_step(tokens, matrices, plan)
         plan.write(self.index, self._joined(columns, matrices))
-        return self.norm(found + own * self.skip.unsqueeze(-1), gate).to(x.dtype)
+        return found + own * self.skip.unsqueeze(-1)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

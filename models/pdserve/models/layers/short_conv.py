@@ -71,10 +71,15 @@ class ShortConv:
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
         b, c, values = self.inputs(x).chunk(3, -1)
-        before = plan.read(self.index).view(-1, c.shape[1], self.weight.shape[1] - 1)
-        made, after = causal_conv(b * values, before, self.weight, self.bias, plan)
+        return self._convolved(plan, b * values).mul_(c)
+
+    def _convolved(self, plan: StatePlan, columns: Tensor) -> Tensor:
+        """`[T, C]` -> y `[T, C]`. Reads and writes states."""
+        plan.keep(self._convolved, columns)
+        before = plan.read(self.index).view(-1, columns.shape[1], self.weight.shape[1] - 1)
+        made, after = causal_conv(columns, before, self.weight, self.bias, plan)
         plan.write(self.index, after.view(len(after), self.spec.num_heads, self.spec.head_size))
-        return made.mul_(c)
+        return made
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
