@@ -7,8 +7,8 @@ parts, preemption because everything is too small, in odd seeds steps that are l
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
 Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
-KV cache groups, with windows, chunks or a state per sequence, or one of states; those with states have no drafts, and tiers only
-alone. Others have a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
+KV cache groups, with windows, chunks or a state per sequence, or one of states; those with states have tiers only alone. Others
+have a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -87,7 +87,7 @@ class Life:
             "look_ahead": draw.choice([0, 1, 8]),
             "async_scheduling": seed % 2 == 1,
         }
-        if (seed % 3 == 0 or self.has_head) and not has_state:
+        if seed % 3 == 0 or self.has_head:
             common["speculative_config"] = speculation(1 + seed % 5, disable_by_batch_size=(1, 3, 16)[seed % 4 % 3])
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
@@ -337,8 +337,10 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int, window: Window =
     try:
         with pytest.MonkeyPatch.context() as patch:
             if seed % 10:
-                # remote requests are placed although running ones will need their blocks
-                patch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", 0)
+                # remote requests are placed although running ones will need their blocks; two that need one more for their next
+                # token may fill the pool and never run, which is likely where that token needs a block and a state
+                growth = int(STATE in windows_of(window))
+                patch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", growth)
             life = Life(make_engine, seed, window)
             life.live(num_requests)
             life.check()
@@ -416,7 +418,7 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
     "seeds",
     [
         range(7000, 7010),
-        *(pytest.param(range(first, first + 60), marks=pytest.mark.slow) for first in range(8000, 8180, 60)),
+        *(pytest.param(range(first, first + 30), marks=pytest.mark.slow) for first in range(8000, 8180, 30)),
     ],
     ids=lambda seeds: str(seeds.start),
 )

@@ -13,9 +13,12 @@ from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
 from pdserve.llm import LLM
 from pdserve.models.model_impl import read_model_config
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.family_checkpoints import make_state_model
+from tests.support.models.checkpoints import VOCAB_SIZE, save_tokenizer
+from tests.support.models.family_checkpoints import make_family, make_state_model
 from tests.support.models.offline_texts import GREEDY, SHARED, check_forks, check_greedy_texts
 from tests.support.models.oracle import Oracle
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
         {"num_blocks": 64, "enable_prefix_caching": False},
         {"kv_cache_mib": 1, "max_num_seqs": 3},
         {"num_blocks": 64, "kv_cache_dtype": "int8"},
+        {"num_blocks": 64, "speculative_config": NGRAM},
         pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_blocks": 64, "tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["chunks", "preemption", "without windows", "without cache", "memory", "int8", "ranks"],
+    ids=[
+        "chunks",
+        "preemption",
+        "without windows",
+        "without cache",
+        "memory",
+        "int8",
+        "drafts",
+        "ranks",
+        "ranks with drafts",
+    ],
 )
 def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
     check_greedy_texts(folder, oracle, options)
@@ -147,6 +164,17 @@ def test_a_hit_ends_where_a_state_is_kept(
         oracle.check(prompt, list(answer.outputs[0].token_ids))
 
 
-def test_drafts_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="speculative_config is set, and layers of Lfm2ForCausalLM keep a state"):
-        LLM(str(folder), num_blocks=16, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+def test_a_smaller_model_drafts(folder: Path, oracle: Oracle, tmp_path: Path) -> None:
+    smaller = tmp_path / "llama"
+    make_family(smaller, "llama", {"vocab_size": VOCAB_SIZE})
+    save_tokenizer(smaller)
+    check_greedy_texts(
+        folder, oracle, {"num_blocks": 64, "speculative_config": {"model": str(smaller), "num_speculative_tokens": 3}}
+    )
+
+
+def test_a_model_with_states_does_not_draft(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"speculative_config\.model .*: layers of Lfm2ForCausalLM in .* keep a state"
+    ):
+        LLM(str(folder), num_blocks=16, speculative_config={"model": str(folder), "num_speculative_tokens": 3})

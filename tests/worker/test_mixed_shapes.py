@@ -9,10 +9,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
+from pdserve.engine.executor.executor import SingleDeviceExecutor
+from pdserve.engine.executor.tensor_parallel_executor import TensorParallelExecutor
 from pdserve.engine.ranks import rank_processes
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.models.kv_cache import STATE_WINDOW
+from tests.support.engine.drafters import drafter_of
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import (
@@ -22,7 +27,7 @@ from tests.support.models.family_checkpoints import (
     make_state_model,
 )
 from tests.support.models.oracle import Oracle
-from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
+from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, door_of, running_pair
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 32, "max_num_batched_tokens": 32}
 
@@ -114,6 +119,32 @@ async def test_i1_ranks_move_their_parts_of_every_shape(
             answer = await ask(pair, prompt_of(length))
             model.oracle.check(prompt_of(length), answer.token_ids)
             assert answer.num_landed == model.num_sent(length)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, disable_by_batch_size=None)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_i1_drafts_behind_a_transfer(model: Model, monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """Prompts that end within a block, with one, and behind one; right and wrong drafts. The setting has no effect on prefill."""
+    monkeypatch.setattr(rank_processes, "start_program", start_rank)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    ranks = {"tensor_parallel_size": num_ranks}
+    lengths = (5, 15, 16, 17, 70)
+    texts = [[*prompt_of(length), *model.oracle.greedy(prompt_of(length), 24)] for length in lengths]
+    async with running_pair(model.folder, speculative_config=DRAFTS, decode=ranks, **FIELDS) as pair:
+        executor = door_of(pair.d).core.executor
+        assert isinstance(executor, SingleDeviceExecutor | TensorParallelExecutor)
+        assert executor.runner.drafting is not None
+        executor.runner.drafting._drafter = drafter_of(texts, 0.7)
+        for length in lengths:
+            answer = await ask(pair, prompt_of(length), sampling_params=params)
+            model.oracle.check(prompt_of(length), answer.token_ids)
+        stats = door_of(pair.d).core.scheduler.drafts.stats
+        assert stats is not None
+        assert 30 < stats.num_accepted_tokens < stats.num_draft_tokens
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
 

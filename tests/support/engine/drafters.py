@@ -42,9 +42,9 @@ class ScriptedDrafter:
         return (token + self._draw.randrange(1, self._vocab_size)) % self._vocab_size
 
 
-def greedy_drafter(right: float = 1.0, seed: int = 0) -> ScriptedDrafter:
+def greedy_drafter(right: float = 1.0, seed: int = 0, window: Window = None) -> ScriptedDrafter:
     """A drafter that predicts the hash model."""
-    return ScriptedDrafter(greedy_answer, right, seed=seed)
+    return ScriptedDrafter(lambda tokens, number: greedy_answer(tokens, number, window), right, seed=seed)
 
 
 def drafter_of(texts: Sequence[Sequence[int]], right: float = 1.0, vocab_size: int = VOCAB_SIZE) -> ScriptedDrafter:

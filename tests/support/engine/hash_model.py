@@ -316,7 +316,7 @@ class HashModel:
                 continue
             values = _stored(inputs.token_ids.numpy(), inputs.positions.numpy(), group)
             if isinstance(plan := inputs.plans[spec], StatePlan):
-                found = _joined(found, self._states(plan, values, inputs.positions.numpy()), group)
+                found = _joined(found, self._states(plan, torch.from_numpy(values), inputs.positions), group)
                 continue
             plan = attention_plan(plan)
             stored = torch.from_numpy(values).view(-1, 1, 1)
@@ -334,9 +334,11 @@ class HashModel:
         read = inputs.read_rows(hidden)
         return read, read
 
-    @staticmethod
-    def _states(plan: StatePlan, values: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    @classmethod
+    def _states(cls, plan: StatePlan, contents: Tensor, places: Tensor) -> NDArray[np.int64]:
         """`[T, 1]`: the state after each token."""
+        plan.keep(cls._states, contents, places)
+        values, positions = contents.numpy(), places.numpy()
         before = plan.read(0)
         after = torch.zeros_like(before)
         found = np.full((len(values), 1), -1, np.int64)

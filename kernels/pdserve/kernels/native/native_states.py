@@ -90,6 +90,9 @@ class NativeStatePlan(InPlacePlan):
         self._backend = backend
         self._pool = backend.pool_of(self._blocks)
 
+    def _of(self, batch: AttentionBatch) -> StatePlan:
+        return NativeStatePlan(batch, self._states, self._block_size, self._backend)
+
     def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
         weight, bias = conv.weight, conv.bias
         return (

@@ -34,7 +34,7 @@ class InPlacePlan(StatePlan, abc.ABC):
         num = self.num_decodes
         self._num_tokens = len(batch.slot_mapping)
         self._chunk_plan = StatePlan(batch, states, block_size, num) if self.chunks else None
-        self._is_used = torch.stack((self.has_context[:num], self._is_there[:num]))
+        self._is_used = torch.stack((self.has_context[:num], batch.seq_lens[:num] > 0))
         """`[2, num_decodes]`: the sequence has a state before the step, and after it."""
         self._blocks = torch.stack((self._before[:num], self._after[:num])).masked_fill_(~self._is_used, -1)
         """`[2, num_decodes]` int64: blocks of the states before and after the step; -1: none before, or padding."""

@@ -44,6 +44,9 @@ class TritonStatePlan(InPlacePlan):
         super().__init__(batch, states, block_size)
         self._backend = backend
 
+    def _of(self, batch: AttentionBatch) -> StatePlan:
+        return TritonStatePlan(batch, self._states, self._block_size, self._backend)
+
     def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
         return conv.weight.is_contiguous()
 

@@ -151,12 +151,17 @@ class GatedDeltaNet:
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, Hv * Dv]`, the input of `output`. Reads and writes the states of the step's sequences."""
-        shape, num_tokens, heads = self.shape, len(x), self.spec.num_heads
         mixed, gate, beta, step = self.inputs(x)
-        made = plan.convolve(self.index, self.conv, mixed).view(num_tokens, heads, -1)
+        found = self._found(plan, mixed, beta, step)
+        return self._normed(found.to(x.dtype), gate.view(len(x), -1, self.shape.value_dim)).flatten(1)
+
+    def _found(self, plan: StatePlan, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
+        """The first, third and fourth part of `Mixed` -> `[T, Hv, Dv]` float32. Reads and writes states."""
+        plan.keep(self._found, mixed, beta, step)
+        shape = self.shape
+        made = plan.convolve(self.index, self.conv, mixed).view(len(mixed), self.spec.num_heads, -1)
         tokens = self._tokens(made, beta, step)
-        found = plan.recur(self.index, DELTA_RULE, tokens, self.conv.num_kept, (shape.key_dim, shape.value_dim))
-        return self._normed(found.to(x.dtype), gate.view(num_tokens, -1, shape.value_dim)).flatten(1)
+        return plan.recur(self.index, DELTA_RULE, tokens, self.conv.num_kept, (shape.key_dim, shape.value_dim))
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

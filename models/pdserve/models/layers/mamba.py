@@ -107,17 +107,25 @@ class Mamba:
         """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
         shape = self.shape
         mixed, gate = self.inputs(x).chunk(2, -1)
-        made = plan.convolve(self.index, self.conv, mixed)
+        made = self._convolved(plan, mixed)
         selected = torch.split(self.selection(made), [shape.step_rank, shape.state_size, shape.state_size], -1)
         if self.norms:
             selected = tuple(norm(each) for norm, each in zip(self.norms, selected, strict=True))
-        steps = F.softplus(self.steps(selected[0]).float() + self.step_bias)
-        b, c = (each.float().unsqueeze(1) for each in selected[1:])
-        own = made.float()
+        return (self._scanned(plan, made, *selected) * F.silu(gate.float())).to(x.dtype)
+
+    def _convolved(self, plan: StatePlan, mixed: Tensor) -> Tensor:
+        """`[T, C]` -> `[T, C]`. Reads and writes states."""
+        plan.keep(self._convolved, mixed)
+        return plan.convolve(self.index, self.conv, mixed)
+
+    def _scanned(self, plan: StatePlan, made: Tensor, step: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """made `[T, C]`, step `[T, R]`, b and c `[T, N]` -> `[T, C]` float32. Reads and writes states."""
+        plan.keep(self._scanned, made, step, b, c)
+        steps, own = F.softplus(self.steps(step).float() + self.step_bias), made.float()
         # to the scan all channels are one head: they have the same b and c
-        tokens = (own * steps).unsqueeze(1), b, c, steps.unsqueeze(1)
-        found = plan.recur(self.index, self.scan, tokens, self.conv.num_kept, (own.shape[1], shape.state_size))
-        return ((found.flatten(1) + own * self.skip) * F.silu(gate.float())).to(x.dtype)
+        tokens = [each.float().unsqueeze(1) for each in (own * steps, b, c, steps)]
+        found = plan.recur(self.index, self.scan, tokens, self.conv.num_kept, (own.shape[1], self.shape.state_size))
+        return found.flatten(1) + own * self.skip
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

@@ -174,23 +174,29 @@ class Mamba2:
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, H * P]`, the input of `output`. Reads and writes the states of the step's sequences."""
-        shape, inner = self.shape, len(self.skip) * self.shape.head_dim
-        bc = (len(self.conv.weight) - inner) // 2
+        inner = len(self.skip) * self.shape.head_dim
         made = self.inputs(x if self.input_multiplier == 1.0 else x * self.input_multiplier)
         if self.multipliers is not None:
             made = made * self.multipliers
-        gate, mixed, steps = torch.split(made, [inner, inner + 2 * bc, len(self.skip)], -1)
+        gate, mixed, steps = torch.split(made, [inner, len(self.conv.weight), len(self.skip)], -1)
+        found = self._found(plan, mixed, steps)
+        found = gated(found, gate) if self.norm is None else self.norm(found, gate)
+        return found.flatten(1).to(x.dtype)
+
+    def _found(self, plan: StatePlan, mixed: Tensor, steps: Tensor) -> Tensor:
+        """mixed `[T, C]`, steps `[T, H]` -> `[T, H, P]` float32. Reads and writes states."""
+        plan.keep(self._found, mixed, steps)
+        shape, num, inner = self.shape, len(mixed), len(self.skip) * self.shape.head_dim
+        bc = (len(self.conv.weight) - inner) // 2
         made = plan.convolve(self.index, self.conv, mixed).float()
         own, b, c = torch.split(made, [inner, bc, bc], -1)
-        own = own.view(len(x), -1, shape.head_dim)
-        b, c = (each.view(len(x), -1, shape.state_size).index_select(1, self.group_of_head) for each in (b, c))
+        own = own.view(num, -1, shape.head_dim)
+        b, c = (each.view(num, -1, shape.state_size).index_select(1, self.group_of_head) for each in (b, c))
         steps = F.softplus(steps.float() + self.step_bias)
         tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
         matrix = shape.head_dim, shape.state_size
         found = plan.recur(self.index, SELECTIVE_SCAN, tokens, self.conv.num_kept, matrix)
-        found = found + own * self.skip.unsqueeze(-1)
-        found = gated(found, gate) if self.norm is None else self.norm(found, gate)
-        return found.flatten(1).to(x.dtype)
+        return found + own * self.skip.unsqueeze(-1)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

@@ -71,7 +71,12 @@ class ShortConv:
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
         b, c, values = self.inputs(x).chunk(3, -1)
-        return plan.convolve(self.index, self.conv, b * values).mul_(c)
+        return self._convolved(plan, b * values).mul_(c)
+
+    def _convolved(self, plan: StatePlan, columns: Tensor) -> Tensor:
+        """`[T, C]` -> `[T, C]`. Reads and writes states."""
+        plan.keep(self._convolved, columns)
+        return plan.convolve(self.index, self.conv, columns)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
