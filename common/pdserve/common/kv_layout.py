@@ -128,8 +128,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     group_shapes: tuple[int, ...] = (0,)
     """Per KV cache group, the index of its shape."""
     group_windows: tuple[int, ...] = (0,)
-    """Per group, tokens of its window, 0 for none. Which layers are a group follows from the model; a change of that rule raises
-    `FORMAT`."""
+    """Per group, tokens of its window, 0 for none; 2 for states. Which layers are a group follows from the model; a change of that
+    rule raises `FORMAT`."""
 
     @property
     def place_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """`TransferOrder`: the numbers that blocks of a prompt have in a transfer, equal at source and receiver.
 
-With one KV cache group a block's number is its place in the sequence. With several, blocks that a receiver may want are numbered by
-their places, and at one place by group: all blocks of groups without a window, and of groups with one those that the first token
-after the prompt sees. What a receiver wants is then the end of this list, from the first place on that it has not cached.
+With one KV cache group of keys a block's number is its place in the sequence. With several, and with one of states, blocks that a
+receiver may want are numbered by their places, and at one place by group: all blocks of groups without a window, and of groups with
+one those that the first token after the prompt sees. What a receiver wants is then the end of this list, from the first place on
+that it has not cached.
 """
 
 from __future__ import annotations
