@@ -90,6 +90,17 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(threads: int, pool: Tenso
     assert torch.equal(alone, together)
 
 
+def test_a_number_of_a_matrix_may_be_a_vector_of_one(pool: Tensor, tokens: list[Tensor]) -> None:
+    blocks, (query, key, value, decay, beta) = [7, 2, 4, 1, 8], tokens
+    pools = [pool.clone() for _ in range(2)]
+    found = [
+        plan_of(own, blocks).recur(0, DELTA_RULE, (query, key, value, each, beta), 0, SHAPE)
+        for own, each in zip(pools, (decay, decay.unsqueeze(2)), strict=True)
+    ]
+    assert torch.equal(*found)
+    assert torch.equal(*pools)
+
+
 def test_arguments_that_do_not_fit_are_refused(pool: Tensor, tokens: list[Tensor]) -> None:
     with pytest.raises(ValueError, match="block_tables names a block outside the cache of 9 blocks"):
         plan_of(pool, [3, 9])

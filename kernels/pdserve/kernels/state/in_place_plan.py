@@ -16,7 +16,8 @@ from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StatePlan
 
 _VECTORS = {DELTA_RULE: (0, 0, 1), SELECTIVE_SCAN: (0, 1, 1)}
-"""Rules that such plans know -> which dimension of a matrix each vector of a token has; further tensors of tokens are numbers."""
+"""Rules that such plans know -> which dimension of a matrix each vector of a token has; further tensors of tokens are numbers of a
+matrix, `[T, M]` or `[T, M, 1]`."""
 
 
 class InPlacePlan(StatePlan, abc.ABC):
@@ -70,7 +71,8 @@ class InPlacePlan(StatePlan, abc.ABC):
         self, layer: int, recurrence: Recurrence, tokens: Sequence[Tensor], first: int, shape: tuple[int, int]
     ) -> Tensor:
         num, vectors = self.num_decodes, _VECTORS.get(recurrence)
-        if not num or vectors is None:
+        # a decay per channel is not one of those numbers
+        if not num or vectors is None or any(each.dim() == 3 and each.shape[2] != 1 for each in tokens[len(vectors) :]):
             return super().recur(layer, recurrence, tokens, first, shape)
         like = tokens[recurrence.like]
         self._check(layer, like)
@@ -79,12 +81,13 @@ class InPlacePlan(StatePlan, abc.ABC):
             raise ValueError(
                 f"{like.shape[1]} matrices {shape} do not fit states {tuple(self._states.shape)} from {first} on"
             )
+        flat = [*tokens[: len(vectors)], *(each.flatten(1) for each in tokens[len(vectors) :])]
         sizes = [(*like.shape[:2], shape[axis]) for axis in vectors] + [like.shape[:2]] * (len(tokens) - len(vectors))
-        if any(each.shape != size or each.dtype is not torch.float32 for each, size in zip(tokens, sizes, strict=True)):
+        if any(each.shape != size or each.dtype is not torch.float32 for each, size in zip(flat, sizes, strict=True)):
             raise ValueError(f"tokens {[(tuple(each.shape), each.dtype) for each in tokens]} for matrices {shape}")
-        tokens = [each if each.dim() == 2 or each.stride(2) == 1 else each.contiguous() for each in tokens]
+        flat = [each if each.dim() == 2 or each.stride(2) == 1 else each.contiguous() for each in flat]
         out = torch.empty(like.shape, device=like.device)
-        self._recur_rows(layer, recurrence, tokens, first, shape, out)
+        self._recur_rows(layer, recurrence, flat, first, shape, out)
         if self._chunk_plan is not None:
             rest = [each[num:] for each in tokens]
             out[num:] = self._chunk_plan.recur(layer, recurrence, rest, first, shape)
