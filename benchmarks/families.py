@@ -62,6 +62,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "tie_word_embeddings": False,
         "layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 2,
     },
+    "falcon_h1": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_state": 128,
+        "tie_word_embeddings": False,
+    },
+    "mamba2": {
+        "vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64, "n_groups": 1,
+    },
+    "mamba": {"vocab_size": 8192, "hidden_size": 768, "num_hidden_layers": 24},
+    "jamba": {
+        "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "attn_layer_period": 4, "attn_layer_offset": 2,
+    },
+    "nemotron_h": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "head_dim": 64, "mamba_num_heads": 24, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 4, "n_routed_experts": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 384, "moe_shared_expert_intermediate_size": 768,
+        "layers_block_type": (["linear_attention", "moe"] * 4 + ["full_attention", "moe"]) * 2, "tie_word_embeddings": False,
+    },
+    "kimi_linear": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_key_value_heads": 12, "kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+        "v_head_dim": 64, "linear_num_heads": 8, "linear_head_dim": 128, "num_experts": 32, "num_experts_per_token": 4,
+        "moe_intermediate_size": 384, "num_shared_experts": 1, "tie_word_embeddings": False,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
+    },
 }  # fmt: skip
 """`model_type` -> fields of config.json beside `_COMMON`."""
 EXPERTS_IN_TORCH = "native, experts in torch"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pdserve.common.errors import LayoutMismatch
-from pdserve.common.kv_layout import FORMAT
+from pdserve.common.kv_layout import FORMAT, KvLayout
 from pdserve.common.security import fingerprint
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.kv_cache import make_kv_cache
-from tests.support.models.kv_layouts import make_layout, with_shape, with_windows
+from tests.support.models.kv_layouts import make_layout, with_head, with_shape, with_windows
 
 LAYOUT = make_layout(num_layers=5, num_kv_heads=4, head_dim=6, block_size=3)
 
@@ -96,3 +96,50 @@ def test_blocks_that_the_token_after_a_prompt_sees(
 ) -> None:
     layout = with_windows(LAYOUT, *windows)  # 3 tokens in a block
     assert layout.num_prompt_blocks(num_tokens, num_cached) == num_blocks
+
+
+WITH_HEADS = {
+    "its own shape": with_head(LAYOUT, num_layers=1),
+    "the shape of others": with_head(LAYOUT),
+    "several groups": with_head(with_windows(LAYOUT, 0, 13), num_layers=1),
+}
+
+
+@pytest.mark.parametrize("layout", WITH_HEADS.values(), ids=WITH_HEADS)
+def test_a_transfer_moves_the_blocks_of_a_draft_head_or_all_but_these(layout: KvLayout) -> None:
+    plain = layout.without_draft_head()
+    assert plain == (with_windows(LAYOUT, 0, 13) if layout.num_groups == 3 else LAYOUT)
+    assert plain.without_draft_head() is plain
+    assert layout.moved(without_draft_head=True) == plain
+    assert layout.moved(without_draft_head=False) is layout
+    assert layout.num_prompt_blocks(10, 3) == plain.num_prompt_blocks(10, 3) + 1
+
+
+@pytest.mark.parametrize("layout", WITH_HEADS.values(), ids=WITH_HEADS)
+def test_workers_with_and_without_a_draft_head_can_transfer(layout: KvLayout) -> None:
+    plain, other = layout.without_draft_head(), msgspec.structs.replace(layout, draft_head="other")
+    assert layout.has_draft_head_of(layout)
+    assert plain.has_draft_head_of(plain)
+    for ours, theirs in ((layout, plain), (plain, layout), (layout, other)):
+        assert not ours.has_draft_head_of(theirs)
+        assert ours.differences(theirs) == []
+    block_size = with_shape(LAYOUT, block_size=4)
+    assert layout.differences(block_size)[-1] == plain.differences(block_size)[-1]
+    assert plain.differences(with_windows(LAYOUT, 0, 13, 13)), "other groups, and no head that may be left out"
+
+
+def test_workers_with_one_draft_head_have_it_in_blocks_of_one_shape() -> None:
+    """The same name, and other keys and values: never moved as they are, nor left out."""
+    ours = with_head(LAYOUT, num_layers=1)
+    assert ours.differences(with_head(LAYOUT, num_layers=1, head_dim=8)) == ["shapes[1].head_dim: 6 != 8"]
+    assert "shapes: 2 != 1" in ours.differences(with_head(LAYOUT))
+
+
+def test_a_layout_whose_only_group_is_a_draft_head_differs_from_every_other() -> None:
+    """No worker of ours announces it."""
+    odd = msgspec.structs.replace(LAYOUT, draft_head="mtp")
+    for layout in (LAYOUT, *WITH_HEADS.values(), msgspec.structs.replace(odd, draft_head="other")):
+        if layout.draft_head != "other":
+            assert any(line.startswith("group_shapes: ") for line in odd.differences(layout))
+        assert odd.without_draft_head().num_groups == 0
+        odd.differences(msgspec.structs.replace(odd, group_shapes=(), group_windows=(), shapes=()))

@@ -23,9 +23,13 @@ from tests.support.engine.drafters import greedy_drafter, speculation, use_draft
 from tests.support.engine.engine_harness import Harness, MakeEngine, specs_of
 from tests.support.engine.engine_pair import Pair
 from tests.support.engine.hash_model import (
+    STATE,
     VOCAB_SIZE,
+    Chunk,
     HashAttention,
     HashModel,
+    Window,
+    first_seen,
     greedy_answer,
     make_hash_cache,
     prompt_of,
@@ -137,7 +141,10 @@ def _forget(engine: Harness, name: bytes) -> None:
         pool._give_up(block)
 
 
-@pytest.mark.parametrize("windows", [(None, 6), (9, 4), (None, 20, 5), (None, None)])
+@pytest.mark.parametrize(
+    "windows",
+    [(None, 6), (9, 4), (None, 20, 5), (None, None), (None, Chunk(6)), (Chunk(20), Chunk(8)), (None, Chunk(20), 5)],
+)
 def test_i3_hits_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) -> None:
     draw = random.Random(5)
     for _ in range(150):
@@ -151,8 +158,7 @@ def test_i3_hits_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) 
 
         def needs(group: int, end: int) -> range:
             window = windows[group]
-            first = 0 if window is None or end == 0 else min(max(0, end * SIZE - window + 1) // SIZE, end - 1)
-            return range(first, end)
+            return range(first_needed(window, end), end)
 
         ends = [
             end
@@ -287,15 +293,19 @@ def test_a_receiver_has_the_beginning_that_it_received_before(make_engine: MakeE
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("windows", [(0,), (0, 13, 13), (9, 4), (0, 0), (0, 64, 3)])
+@pytest.mark.parametrize(
+    "windows", [(0,), (0, 13, 13), (9, 4), (0, 0), (0, 64, 3), (0, Chunk(13)), (Chunk(8), Chunk(3)), (0, Chunk(20), 5)]
+)
 def test_numbers_of_a_transfer_are_places_of_what_a_receiver_may_want(windows: tuple[int, ...]) -> None:
+    of_windows = tuple(0 if isinstance(each, Chunk) else each for each in windows)
+    of_chunks = tuple(int(each) if isinstance(each, Chunk) else 0 for each in windows)
     for num_tokens in (*range(1, 40), 100, 1000):
-        order = TransferOrder.of(windows, num_tokens, SIZE)
+        order = TransferOrder.of(of_windows, num_tokens, SIZE, of_chunks if any(of_chunks) else ())
         listed = [
             (group, place)
             for place in range(-(-num_tokens // SIZE))
             for group, window in enumerate(windows or (0,))
-            if not window or place >= max(0, num_tokens - window + 1) // SIZE
+            if place >= first_seen(num_tokens + 1, window or None) // SIZE
         ]
         assert len(order) == len(listed)
         assert order.blocks(0, len(order)) == listed
@@ -327,6 +337,29 @@ def test_sources_need_room_for_their_windows_alone(make_engine: MakeEngine) -> N
         assert pair.answer(name).token_ids == greedy_answer(prompt, 3, GROUPS)
 
 
+@pytest.mark.parametrize(("num_blocks", "budget", "chunk"), [(18, 5, 2), (22, 5, 2), (18, 3, 0)])
+@pytest.mark.parametrize("lengths", [(22, 39, 9), (39, 22, 9)])
+def test_wanted_sources_with_states_do_not_wait_for_each_other(
+    make_engine: MakeEngine, lengths: tuple[int, ...], num_blocks: int, budget: int, chunk: int
+) -> None:
+    """Each has the blocks of its keys from the beginning, and needs a second one for states, before it frees the first."""
+    window: Window = (None, STATE)
+    p = make_engine(
+        sliding_window=window,
+        num_blocks=num_blocks,
+        max_model_len=40,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=chunk,
+    )
+    pair = Pair(p, make_engine(sliding_window=window))
+    for length in lengths:
+        pair.add(prompt_of(length), f"r{length}", params={"max_tokens": 1 if length == 39 else 2})
+    pair.run(300)
+    for length in lengths:
+        answer = pair.answer(f"r{length}").token_ids
+        assert answer == greedy_answer(prompt_of(length), len(answer), window)
+
+
 def test_blocks_that_a_token_sees_come_back_from_host_memory(make_engine: MakeEngine) -> None:
     fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8, "num_blocks": 30, "max_model_len": 70}
     engine = make_engine(**fields, num_host_blocks=200)
@@ -355,10 +388,13 @@ def longest_beginning(windows: tuple[int | None, ...], hashes: list[bytes], know
 
 
 def first_needed(window: int | None, end: int) -> int:
-    return 0 if window is None or end == 0 else min(max(0, end * SIZE - window + 1) // SIZE, end - 1)
+    return 0 if end == 0 else min(first_seen(end * SIZE + 1, window) // SIZE, end - 1)
 
 
-@pytest.mark.parametrize("windows", [(None, 6), (9, 4), (None, 20, 5), (None, None)])
+@pytest.mark.parametrize(
+    "windows",
+    [(None, 6), (9, 4), (None, 20, 5), (None, None), (None, Chunk(6)), (Chunk(20), Chunk(8)), (None, Chunk(20), 5)],
+)
 def test_i3_hits_of_pool_and_tier_together_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) -> None:
     draw = random.Random(7)
     num_longer = 0

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.models.kv_cache import STATE_WINDOW, KVCacheSpec, SlidingWindowSpec, StateSpec
+from pdserve.models.kv_cache import (
+    STATE_WINDOW,
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
 from tests.support.engine.engine_harness import Harness
 from tests.support.engine.engine_pair import Pair
 from tests.support.inputs.random_prompts import prompt_of
@@ -29,14 +35,16 @@ def test_i1_a_family_through_p_and_d_equals_transformers(
     pair.run()
     for request_id, prompt in prompts.items():
         oracle.check(prompt, pair.answer(request_id).token_ids)
-    windows = [_window(spec) for spec in pair.d.config.kv_cache_specs]
     assert {name: len(pair.transfers[name].landed) for name in prompts} == {
-        name: sum(-(-len(prompt) // 16) - max(0, len(prompt) - window + 1) // 16 for window in windows)
+        name: sum(-(-len(prompt) // 16) - _first_seen(spec, len(prompt)) // 16 for spec in pair.d.config.kv_cache_specs)
         for name, prompt in prompts.items()
     }
 
 
-def _window(spec: KVCacheSpec) -> int:
+def _first_seen(spec: KVCacheSpec, position: int) -> int:
+    """By the token at this position."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return position - position % spec.attention_chunk_size
     if isinstance(spec, StateSpec):
-        return STATE_WINDOW
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 1000
+        return max(0, position - STATE_WINDOW + 1)
+    return max(0, position - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0

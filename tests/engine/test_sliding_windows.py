@@ -83,7 +83,13 @@ def test_i3_hits_are_those_of_a_search_by_hand() -> None:
     draw = random.Random(5)
     for _ in range(300):
         pool = BlockPool(40)
-        window = SlidingWindow(draw.choice([1, 2, 4, 5, 9, 17, 100]), SIZE)
+        window = SlidingWindow(draw.choice([1, 2, 4, 5, 9, 17, 100]), SIZE, is_chunk=draw.random() < 0.5)
+
+        def first_seen(num_tokens: int, window: SlidingWindow = window) -> int:
+            """Of the token after as many."""
+            chunk = window.num_tokens
+            return num_tokens // chunk * chunk if window.is_chunk else max(0, num_tokens - chunk + 1)
+
         hashes = [bytes([number]) for number in range(draw.randint(0, 30))]
         for block_hash in hashes:
             if draw.random() < 0.8:
@@ -92,14 +98,14 @@ def test_i3_hits_are_those_of_a_search_by_hand() -> None:
         keep_from = draw.choice([0, 3, 100])
         ends = [0]
         for end in range(1, len(hashes) + 1):
-            first = min(max(0, end * SIZE - window.num_tokens + 1) // SIZE, keep_from, end - 1)
+            first = min(first_seen(end * SIZE) // SIZE, keep_from, end - 1)
             if all(pool.find(block_hash) for block_hash in hashes[first:end]):
                 ends.append(end)
         hit = SlidingWindowManager(pool, SIZE, 0, 0, window, 8, is_alone=True).longest_hit(hashes, keep_from)
         assert len(hit) == max(ends)
         known = [block is NULL_BLOCK or block.block_hash == hashes[place] for place, block in enumerate(hit)]
         assert all(known)
-        needed = min(max(0, len(hit) * SIZE - window.num_tokens + 1) // SIZE, keep_from)
+        needed = min(first_seen(len(hit) * SIZE) // SIZE, keep_from)
         assert NULL_BLOCK not in hit[needed:]
 
 

@@ -1,7 +1,8 @@
-"""The kill matrix with states: two per sequence move, and most layers have no keys."""
+"""The kill matrix with states: two per sequence move, and most layers have no keys. Decode workers draft."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -28,7 +29,9 @@ CELLS = [
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     model = make_state_model(tmp_path_factory.mktemp("lfm2"))
     pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, "--connector=tcp") as made:
+    drafts = json.dumps({"num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": None})
+    options = ("--connector=tcp", f"--speculative-config={drafts}")
+    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *options) as made:
         yield made
 
 

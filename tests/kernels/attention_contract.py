@@ -97,6 +97,25 @@ class AttentionContract(abc.ABC):
 
     @pytest.mark.diagonal(2)
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("chunk", [1, 13, 16, 60, 129, 400])
+    @pytest.mark.parametrize(
+        "decodes",
+        [[1, 37, 16, 5], [99, 99], [0, 129, 130, 3], [1500, 2, 400, 401, 7]],
+        ids=lambda lengths: f"{max(lengths)}",
+    )
+    def test_chunks_of_positions(self, dtype: torch.dtype, chunk: int, decodes: list[int]) -> None:
+        """Steps end before, at and after a chunk's first position, and have several chunks."""
+        self.check(
+            decodes=decodes,
+            prefills=[(0, 1), (0, 300), (123, 257), (17, 30), (128, 1), (129, 5)],
+            heads=(6, 2, 8),
+            block_size=16,
+            dtype=dtype,
+            options={"chunk": chunk},
+        )
+
+    @pytest.mark.diagonal(2)
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("softcap", [0.5, 30.0])
     @pytest.mark.parametrize("window", [None, 13])
     @pytest.mark.parametrize("decodes", [[40, 40], [1, 37, 16, 5], [2500, 700]], ids=str)
@@ -164,17 +183,21 @@ class AttentionContract(abc.ABC):
         fields: dict[str, Any] = {"heads": (4, 2, 16), "block_size": 4, "dtype": torch.float32}
         self.check(decodes=[9, 17, 9], prefills=[(3, 20)], options={"scale": 1.3}, **fields)
 
-    @pytest.mark.parametrize("window", [None, 6])
-    @pytest.mark.parametrize("decodes", [[20, 300, 9], [300, 300]], ids=str)
-    def test_blocks_behind_the_window_are_not_read(self, window: int | None, decodes: list[int]) -> None:
+    @pytest.mark.parametrize(
+        "options", [{"window": 30}, {"window": 6}, {"chunk": 30}, {"chunk": 6}, {"chunk": 4}], ids=str
+    )
+    @pytest.mark.parametrize("decodes", [[20, 300, 9], [300, 300], [301, 301]], ids=str)
+    def test_blocks_that_no_token_sees_are_not_read(self, options: dict[str, int], decodes: list[int]) -> None:
         """An engine gives them to other sequences, which may write anything; block 0 is poison."""
-        heads, window = (4, 2, 8), 30 if window is None else window
+        heads = (4, 2, 8)
         case = make_case(
             decodes=decodes, prefills=[(90, 45), (10, 9), (200, 1)], heads=heads, block_size=4, dtype=torch.float32
         )
-        batch, spec = case.batch, make_spec(heads, window=window)
+        batch, spec = case.batch, make_spec(heads, **options)
         num_computed = batch.seq_lens - batch.query_start_loc.diff()
-        is_behind = torch.arange(batch.block_tables.shape[1]) < ((num_computed - window + 1) // 4)[:, None]
+        chunk, window = options.get("chunk"), options.get("window", 0)
+        first_seen = num_computed - window + 1 if chunk is None else num_computed - num_computed % chunk
+        is_behind = torch.arange(batch.block_tables.shape[1]) < (first_seen // 4)[:, None]
         tables = batch.block_tables.masked_fill(is_behind, 0)
         placed = replace(case, batch=replace(batch, block_tables=tables)).to(self.device)
         found = run_step(self.make_backend(placed.kv_cache), placed, spec)
@@ -211,7 +234,7 @@ class AttentionContract(abc.ABC):
     def test_plans_of_one_step_and_of_following_steps_are_independent(self) -> None:
         """One back end; in each step a plan per spec, all made before the first layer."""
         heads = (4, 2, 8)
-        specs = [make_spec(heads), make_spec(heads, window=6), make_spec(heads, softcap=1.0)]
+        specs = [make_spec(heads), make_spec(heads, window=6), make_spec(heads, softcap=1.0), make_spec(heads, chunk=6)]
         shared = make_case(decodes=[3], heads=heads, block_size=4, dtype=torch.float32).to(self.device)
         blocks = torch.full((64, *shared.kv_cache.shape[1:]), torch.nan, device=self.device)
         backend = self.make_backend(blocks)
@@ -230,7 +253,7 @@ class AttentionContract(abc.ABC):
     def test_a_step_whose_arrays_are_on_the_device(self) -> None:
         """The arrays of all specs, made of the lengths and copied by the caller, give the bits that `plan` gives alone."""
         heads = (4, 2, 8)
-        specs = [make_spec(heads), make_spec(heads, window=6)]
+        specs = [make_spec(heads), make_spec(heads, window=6), make_spec(heads, chunk=6)]
         case = make_case(decodes=[20, 300], prefills=[(10, 9)], heads=heads, block_size=16, dtype=torch.float32)
         case = case.to(self.device)
         backend = self.make_backend(case.kv_cache)

@@ -12,7 +12,7 @@ from pdserve.kernels.cpu.linear import swiglu
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.expert_stack import ExpertStack
 from pdserve.kernels.layers.expert_weights import ExpertWeights
-from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, geglu_tanh
+from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, geglu_tanh, squared_relu
 from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.kernels.layers.packed_groups import PackedGroups
 
@@ -39,10 +39,10 @@ def drawn_stack(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(dtype)
 
-    experts = []
+    experts, num_rows = [], inner if gate is squared_relu else 2 * inner
     for _ in range(num_experts):
-        gate_up, down = drawn(2 * inner, hidden), drawn(hidden, inner)
-        biases = (drawn(2 * inner), drawn(hidden)) if has_biases else (None, None)
+        gate_up, down = drawn(num_rows, hidden), drawn(hidden, inner)
+        biases = (drawn(num_rows), drawn(hidden)) if has_biases else (None, None)
         if group is None:
             experts.append(ExpertWeights(gate_up, down, *biases))
         else:
@@ -113,6 +113,16 @@ class GroupedExpertsContract(abc.ABC):
         has_biases = num_tokens % 2 > 0
         gate = CLAMPED if has_biases else None
         self.check(x, weights, experts, drawn_stack(num_experts, hidden, inner, dtype, gate, has_biases=has_biases))
+
+    @pytest.mark.parametrize("has_biases", [False, True])
+    @pytest.mark.parametrize("group", [None, (4, 32)], ids=["floats", "groups"])
+    def test_experts_without_a_gate(self, group: tuple[int, int] | None, has_biases: bool) -> None:
+        stack = drawn_stack(
+            3, 96, 72 if group is None else 64, torch.float32, squared_relu, has_biases=has_biases, group=group
+        )
+        generator = torch.Generator().manual_seed(3)
+        x, weights = torch.randn(19, 96, generator=generator), torch.rand(19, 2, generator=generator)
+        self.check(x, weights, torch.rand(19, 3, generator=generator).argsort(1)[:, :2], stack)
 
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("group", [(4, 16), (4, 32), (8, 32), (8, 96)], ids=str)

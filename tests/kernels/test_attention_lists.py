@@ -16,10 +16,12 @@ def lens(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 4096])
-def test_pieces_cover_what_each_row_sees_once(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(None, None), (1, None), (100, None), (4096, None), (None, 1), (None, 100), (None, 8192)]
+)
+def test_pieces_cover_what_each_row_sees_once(window: int | None, chunk: int | None) -> None:
     seq_lens = lens(0, 1, 63, 64, 65, 255, 256, 257, 5000, 16384, 16385, 131072, 0, 1 << 20)
-    pieces, first_piece = cut_into_pieces(seq_lens, window)
+    pieces, first_piece = cut_into_pieces(seq_lens, window, chunk=chunk)
     assert pieces.dtype == first_piece.dtype == np.int32
     assert first_piece[-1] == len(pieces)
     by_place = pieces[np.argsort(pieces[:, 3])]
@@ -31,7 +33,8 @@ def test_pieces_cover_what_each_row_sees_once(window: int | None) -> None:
         if seq_len == 0:
             assert len(own) == 0
             continue
-        assert own[0, 1] == (0 if window is None else max(seq_len - window, 0))
+        first_seen = 0 if chunk is None else (seq_len - 1) // chunk * chunk
+        assert own[0, 1] == (first_seen if window is None else max(seq_len - window, 0))
         assert own[-1, 2] == seq_len
         assert (own[1:, 1] == own[:-1, 2]).all()
         assert (own[:, 1] < own[:, 2]).all()

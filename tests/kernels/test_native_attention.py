@@ -72,7 +72,7 @@ def test_every_instruction_set(built: NativeLibrary, heads: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"chunk": 100}, {"softcap": 3.0}], ids=str)
 def test_it_agrees_with_torch(built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
     heads = (14, 2, 64)
     prefills = [(40, 9), (0, 200), (500, 140)]
@@ -106,7 +106,7 @@ def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(built: Nat
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 90}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 90}, {"chunk": 90}], ids=str)
 def test_a_row_of_a_chunk_has_the_same_bits_wherever_the_prompt_is_cut(
     built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -156,7 +156,7 @@ def test_latent_rows_at_every_instruction_set(
         assert found[2].isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{"window": 90}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 90}, {"chunk": 90}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_windows_and_caps_over_latent_rows(built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
     made = make_latent_case(

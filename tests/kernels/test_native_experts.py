@@ -14,7 +14,7 @@ from pdserve.kernels.cpu.matrices import tensors
 from pdserve.kernels.layers import experts as module
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import LoopedExperts, make_experts, route_top_k
-from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, GatedActivation, geglu_tanh
+from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, GatedActivation, geglu_tanh, squared_relu
 from pdserve.kernels.native import native_experts
 from pdserve.kernels.native.native_experts import NativeExperts
 from pdserve.kernels.native.native_library import NativeLibrary
@@ -24,7 +24,7 @@ from tests.support.run.torch_threads import num_threads
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 """Norm of the error over that of the result."""
 CLAMPED = ClampedSwiglu(1.7, 2.0)
-GATES: dict[Gate | None, Gate] = {None: swiglu, CLAMPED: CLAMPED}
+GATES: dict[Gate | None, Gate] = {None: swiglu, CLAMPED: CLAMPED, squared_relu: squared_relu}
 # num_experts, hidden and inner size, tokens, experts per token
 SHAPES = (
     (1, 1, 1, 1, 1),
@@ -43,7 +43,13 @@ def activation_of(gate: Gate | None) -> GatedActivation:
 
 
 def drawn_layer(
-    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, *, has_biases: bool = False
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    *,
+    has_biases: bool = False,
+    gate: Gate | None = None,
 ) -> list[ExpertWeights]:
     generator = torch.Generator().manual_seed(hidden * inner)
 
@@ -51,9 +57,10 @@ def drawn_layer(
         return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(dtype)
 
     layer: list[ExpertWeights] = []
+    num_rows = inner if gate is squared_relu else 2 * inner
     for _ in range(num_experts):
-        biases = (drawn(2 * inner), drawn(hidden)) if has_biases else (None, None)
-        layer.append(ExpertWeights(drawn(2 * inner, hidden), drawn(hidden, inner), *biases))
+        biases = (drawn(num_rows), drawn(hidden)) if has_biases else (None, None)
+        layer.append(ExpertWeights(drawn(num_rows, hidden), drawn(hidden, inner), *biases))
     return layer
 
 
@@ -84,10 +91,10 @@ def test_every_instruction_set_computes_the_weighted_sum(
 ) -> None:
     """Odd sizes, blocks that are not full, and more rows of an expert than are multiplied at once."""
     for num_experts, hidden, inner, num_tokens, top_k in SHAPES:
-        layer = drawn_layer(num_experts, hidden, inner, dtype, has_biases=has_biases)
         x, weights, experts = drawn_tokens(num_experts, hidden, num_tokens, top_k, dtype)
         before = x.clone()
         for gate, act in GATES.items():
+            layer = drawn_layer(num_experts, hidden, inner, dtype, has_biases=has_biases, gate=gate)
             exact = expected(x, weights, experts, layer, act)
             for level in built.levels:
                 native = NativeExperts(layer, activation_of(gate), built, level)
@@ -135,9 +142,10 @@ def quantized(layer: list[ExpertWeights]) -> list[ExpertWeights]:
 def test_int8_experts(built: NativeLibrary, dtype: torch.dtype, has_biases: bool) -> None:
     """Beside products of one expert at a time, which round the same rows to eight bits; the bits of each instruction set."""
     for num_experts, hidden, inner, num_tokens, top_k in SHAPES:
-        layer = quantized(drawn_layer(num_experts, hidden, inner, torch.float32, has_biases=has_biases))
         x, weights, experts = drawn_tokens(num_experts, hidden, num_tokens, top_k, dtype)
         for gate in GATES:
+            layer = drawn_layer(num_experts, hidden, inner, torch.float32, has_biases=has_biases, gate=gate)
+            layer = quantized(layer)
             exact = LoopedExperts(layer, gate)(x.float(), weights.float(), experts, TorchLayerOps())
             found = NativeExperts(layer, activation_of(gate), built)(x, weights, experts)
             assert found.dtype is dtype

@@ -14,7 +14,7 @@ from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
 from pdserve.engine.sequence_blocks import num_window_blocks
 from pdserve.llm import LLM
 from pdserve.models.model_impl import read_model_config
-from tests.support.models.family_checkpoints import make_mixed_model
+from tests.support.models.family_checkpoints import make_gemma4_model, make_mixed_model
 from tests.support.models.offline_texts import check_forks, check_greedy_texts
 from tests.support.models.oracle import Oracle
 
@@ -27,6 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma4_model(tmp_path_factory.mktemp("gemma4"))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,43 @@ def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> 
 def test_forks(folder: Path, oracle: Oracle) -> None:
     """A partial block of each shape is copied."""
     check_forks(folder, oracle)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 17},
+        {"block_size": 16, "num_blocks": 13, "max_num_seqs": 4},
+        {"num_blocks": 13, "disable_hybrid_kv_cache_manager": True},
+        {
+            "num_blocks": 64,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+        },
+        {"kv_cache_mib": 1, "max_num_seqs": 3},
+        {"num_blocks": 64, "kv_cache_dtype": "int8"},
+        {"num_blocks": 64, "attention_backend": "torch"},
+        pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["chunks", "preemption", "without windows", "drafts", "memory", "int8", "torch", "ranks"],
+)
+def test_greedy_texts_of_layers_that_share_keys(gemma4: Path, options: dict[str, Any]) -> None:
+    """Heads of two sizes, in layers of which some have no keys, and of which all read ids of tokens."""
+    check_greedy_texts(gemma4, Oracle(gemma4), options)
+
+
+def test_forks_of_layers_that_share_keys(gemma4: Path) -> None:
+    check_forks(gemma4, Oracle(gemma4))
+
+
+def test_a_pool_has_only_layers_with_keys_of_their_own(gemma4: Path) -> None:
+    """Of six layers one without a window has a head of 40 numbers, and two with one have two of 16."""
+    settings = DecodeSettings(model=str(gemma4), num_blocks=100, dtype="float32")
+    assert memory_needs(gemma4, settings).pool == 100 * 16 * 2 * 4 * (40 + 2 * 2 * 16)
+
+
+def test_prompts_that_are_embeddings_are_refused_by_name(gemma4: Path) -> None:
+    with pytest.raises(ConfigError, match="enable_prompt_embeds is true, and layers of Gemma4ForCausalLM read ids"):
+        LLM(str(gemma4), num_blocks=16, enable_prompt_embeds=True)
 
 
 def test_a_pool_has_the_bytes_of_both_shapes(folder: Path) -> None:

@@ -13,9 +13,12 @@ from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
 from pdserve.llm import LLM
 from pdserve.models.model_impl import read_model_config
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.family_checkpoints import make_state_model
+from tests.support.models.checkpoints import VOCAB_SIZE, save_tokenizer
+from tests.support.models.family_checkpoints import make_family, make_state_model
 from tests.support.models.offline_texts import GREEDY, SHARED, check_forks, check_greedy_texts
 from tests.support.models.oracle import Oracle
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +31,25 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "kimi_linear"])
-def delta(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
-    """Three of four layers have a matrix per head; the fourth has keys and values, or latent rows."""
-    folder = make_state_model(tmp_path_factory.mktemp("delta"), request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_next",
+        "kimi_linear",
+        "falcon_h1",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "mamba")),
+    ],
+)
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """A matrix per head in three of four layers, or next to attention in each; numbers per channel in some layers, or in all."""
+    folder = make_state_model(tmp_path_factory.mktemp(request.param), request.param)
+    return folder, Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """Every layer keeps a state: there is one group, and no layer has keys."""
+    folder = make_state_model(tmp_path_factory.mktemp("alone"), "mamba2")
     return folder, Oracle(folder)
 
 
@@ -44,18 +62,49 @@ def delta(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         {"num_blocks": 64, "enable_prefix_caching": False},
         {"kv_cache_mib": 1, "max_num_seqs": 3},
         {"num_blocks": 64, "kv_cache_dtype": "int8"},
+        {"num_blocks": 64, "speculative_config": NGRAM},
         pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_blocks": 64, "tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["chunks", "preemption", "without windows", "without cache", "memory", "int8", "ranks"],
+    ids=[
+        "chunks",
+        "preemption",
+        "without windows",
+        "without cache",
+        "memory",
+        "int8",
+        "drafts",
+        "ranks",
+        "ranks with drafts",
+    ],
 )
 def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
     check_greedy_texts(folder, oracle, options)
 
 
 @pytest.mark.parametrize("options", [{"block_size": 4, "max_num_batched_tokens": 17}, {"num_blocks": 13}])
-def test_greedy_texts_with_delta_nets(delta: tuple[Path, Oracle], options: dict[str, Any]) -> None:
-    folder, oracle = delta
+def test_greedy_texts_of_other_states(other: tuple[Path, Oracle], options: dict[str, Any]) -> None:
+    folder, oracle = other
     options = {"num_blocks": 128, **options}
+    check_greedy_texts(folder, oracle, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4, "num_blocks": 128, "max_num_batched_tokens": 17},
+        {"block_size": 16, "num_blocks": 5, "max_num_seqs": 4},
+        {"num_blocks": 64, "enable_prefix_caching": False},
+        {"kv_cache_mib": 1, "max_num_seqs": 3},
+        {"block_size": 4, "num_blocks": 8, "kv_host_mib": 4, "max_num_batched_tokens": 17},
+        pytest.param({"num_blocks": 64, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["chunks", "preemption", "without cache", "memory", "host tier", "ranks"],
+)
+def test_greedy_texts_of_states_alone(alone: tuple[Path, Oracle], options: dict[str, Any]) -> None:
+    folder, oracle = alone
     check_greedy_texts(folder, oracle, options)
 
 
@@ -64,8 +113,26 @@ def test_forks(folder: Path, oracle: Oracle) -> None:
     check_forks(folder, oracle)
 
 
-def test_forks_with_delta_nets(delta: tuple[Path, Oracle]) -> None:
-    check_forks(*delta)
+def test_forks_of_other_states(other: tuple[Path, Oracle]) -> None:
+    check_forks(*other)
+
+
+def test_forks_of_states_alone(alone: tuple[Path, Oracle]) -> None:
+    check_forks(*alone)
+
+
+def test_states_alone_are_as_many_for_any_length(alone: tuple[Path, Oracle]) -> None:
+    """Without positions only the setting limits a sequence; rounded keys are refused."""
+    folder, oracle = alone
+    prompt = prompt_of(700, 4)
+    with LLM(str(folder), dtype="float32", num_blocks=4, max_num_batched_tokens=64) as llm:
+        [answer] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    oracle.check(prompt, list(answer.outputs[0].token_ids))
+    settings = DecodeSettings(model=str(folder), dtype="float32", num_blocks=4, max_model_len=1 << 20)
+    config = with_kv_cache_groups(read_model_config(folder, "float32", "auto"), settings)
+    assert pool_size(settings, config.kv_cache_groups(16, ""), config) == ((4,), 1 << 20)
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8 rounds keys and values, and Mamba2ForCausalLM has only"):
+        LLM(str(folder), num_blocks=16, kv_cache_dtype="int8")
 
 
 def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path) -> None:
@@ -79,8 +146,13 @@ def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path)
 
 
 @pytest.mark.parametrize("budget", [16, 48, 1024])
-def test_a_hit_ends_where_a_state_is_kept(folder: Path, oracle: Oracle, budget: int) -> None:
+@pytest.mark.parametrize("of", ["some layers", "all layers"])
+def test_a_hit_ends_where_a_state_is_kept(
+    folder: Path, oracle: Oracle, alone: tuple[Path, Oracle], budget: int, of: str
+) -> None:
     """At the end of a step, which is the end of a full block: of the prompt, and of each chunk."""
+    if of == "all layers":
+        folder, oracle = alone
     first, second = [*SHARED[:40], *prompt_of(30, 1)], [*SHARED[:40], *prompt_of(9, 2)]
     with LLM(str(folder), dtype="float32", num_blocks=64, max_num_batched_tokens=budget) as llm:
         llm.generate([first], GREEDY, use_tqdm=False)
@@ -92,6 +164,17 @@ def test_a_hit_ends_where_a_state_is_kept(folder: Path, oracle: Oracle, budget: 
         oracle.check(prompt, list(answer.outputs[0].token_ids))
 
 
-def test_drafts_are_refused_by_name(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="speculative_config is set, and layers of Lfm2ForCausalLM keep a state"):
-        LLM(str(folder), num_blocks=16, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+def test_a_smaller_model_drafts(folder: Path, oracle: Oracle, tmp_path: Path) -> None:
+    smaller = tmp_path / "llama"
+    make_family(smaller, "llama", {"vocab_size": VOCAB_SIZE})
+    save_tokenizer(smaller)
+    check_greedy_texts(
+        folder, oracle, {"num_blocks": 64, "speculative_config": {"model": str(smaller), "num_speculative_tokens": 3}}
+    )
+
+
+def test_a_model_with_states_does_not_draft(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"speculative_config\.model .*: layers of Lfm2ForCausalLM in .* keep a state"
+    ):
+        LLM(str(folder), num_blocks=16, speculative_config={"model": str(folder), "num_speculative_tokens": 3})

@@ -19,7 +19,7 @@ from pdserve.models.weights.rank_shard import RankShard
 from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
 from tests.support.kernels.paged_run import PagedRun
 from tests.support.models.checkpoints import edit_json
-from tests.support.models.family_checkpoints import OPTIONS, cases, make_family
+from tests.support.models.family_checkpoints import OPTIONS, WHOLES, cases, make_family
 from tests.support.models.family_exactness import (
     ARCHITECTURES,
     RECORD,
@@ -34,8 +34,8 @@ NEW = [family for family in OPTIONS if family not in ("llama", "mistral", "qwen2
 """Families whose plain case `test_decoder_oracle.py` does not have."""
 CASES = [
     pytest.param(family, fields, marks=() if index == 0 and family in NEW else pytest.mark.slow, id=f"{family}-{index}")
-    for family in OPTIONS
-    for index, fields in enumerate(cases(family))
+    for family in (*OPTIONS, *WHOLES)
+    for index, fields in enumerate(cases(family)[: 1 if family in WHOLES else None])
 ]
 
 
@@ -63,7 +63,8 @@ def test_bfloat16_is_about_as_close_to_the_truth_as_transformers(family: str, tm
 
 def test_every_family_has_cases_and_a_record() -> None:
     # tests/models/test_images.py has those with images
-    assert set(OPTIONS) == {family.model_type for family in FAMILIES.values() if not family.has_images}
+    of_texts = {family.model_type for family in FAMILIES.values() if not family.has_images}
+    assert set(OPTIONS) | set(WHOLES) == of_texts
     record = json.loads(RECORD.read_text())
     assert {family: row["architecture"] for family, row in record.items()} == ARCHITECTURES
     for family, row in record.items():
@@ -150,6 +151,36 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which OlmoeForCausalLM does not compute"),
     ("olmoe", {"num_experts": 0, "num_local_experts": 0}, "num_experts must be at least 1, not 0"),
     ("minicpm3", {"v_head_dim": 12}, r"kv_b_proj\.weight has shape \[88, 20\], config\.json says \[96, 20\]"),
+    ("falcon_h1", {"key_multiplier": 0}, "key_multiplier must be a positive number, not 0"),
+    ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers must be a list of 5 positive numbers"),
+    ("falcon_h1", {"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers must be a list of 2 positive numbers"),
+    ("falcon_h1", {"mamba_d_ssm": 90}, "mamba_n_heads must be a divisor of mamba_d_ssm .90., not 16"),
+    ("falcon_h1", {"mamba_d_head": 8}, 'mamba_d_head must be "auto" or 6, not 8'),
+    ("falcon_h1", {"mamba_rms_norm": True}, r"layers\.0\.mamba\.norm\.weight is in none of"),
+    ("falcon_h1", {"projectors_bias": True}, r"layers\.0\.mamba\.out_proj\.bias is in none of"),
+    ("falcon_h1", {"time_step_limit": [0.001, 0.1]}, "time_step_limit other than 0 and infinity"),
+    ("falcon_h1", {"layers_block_type": ["hybrid", "mamba"]}, 'layers_block_type must be a list of "hybrid"'),
+    ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp must be true, not false"),
+    ("falcon_h1", {"num_hidden_layers": 5}, r"layers\.4\.input_layernorm\.weight is in none of"),
+    ("mamba2", {"num_heads": 8}, r"head_dim must be \"auto\" or 16, not 8"),
+    ("mamba2", {"n_groups": 3}, "num_heads must be a multiple of n_groups .3., not 16"),
+    ("mamba2", {"time_step_limit": [0.0, 2.0]}, "time_step_limit other than 0 and infinity"),
+    ("mamba2", {"state_size": 11}, r"conv1d\.weight has shape \[176, 1, 4\], config\.json says \[172, 1, 4\]|in_proj"),
+    ("mamba", {"time_step_rank": 5}, r"x_proj\.weight has shape \[28, 96\], config\.json says \[29, 96\]"),
+    ("mamba", {"time_step_rank": "small"}, 'time_step_rank must be an integer of at least 1, not "small"'),
+    ("mamba", {"conv_kernel": 1}, "conv_kernel must be an integer of at least 2, not 1"),
+    ("mamba", {"num_attention_heads": 0, "num_hidden_layers": 6}, r"layers\.4\.norm\.weight is in none of"),
+    ("falcon_mamba", {"mixer_rms_eps": 0}, "mixer_rms_eps must be a positive number, not 0"),
+    (
+        "falcon_mamba",
+        {"intermediate_size": 128},
+        r"in_proj\.weight has shape \[192, 64\], config\.json says \[256, 64\]",
+    ),
+    ("jamba", {"attn_layer_offset": 3}, "attn_layer_offset must be less than attn_layer_period .3., not 3"),
+    ("jamba", {"attn_layer_offset": 0}, r"layers\.0\.self_attn\.q_proj\.weight is in none of"),
+    ("jamba", {"expert_layer_offset": 0}, r"layers\.0\.feed_forward\.router\.weight is in none of"),
+    ("jamba", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_experts .6., not 7"),
+    ("jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms must be true, not false"),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a positive number, not 0"),
     ("granite", {"logits_scaling": "8"}, 'logits_scaling must be a positive number, not "8"'),
     ("granite", {"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral'; supported: default"),
@@ -160,6 +191,24 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
         {"no_rope_layers": None, "no_rope_layer_interval": 0},
         "no_rope_layer_interval must be an integer of at least 1",
     ),
+    (
+        "llama4_text",
+        {"attention_chunk_size": None, "layer_types": None},
+        "attention_chunk_size must be a number where layers have chunks, not null",
+    ),
+    (
+        "llama4_text",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types must be 4 times full_attention or chunked",
+    ),
+    ("llama4_text", {"moe_layers": ["0"]}, "moe_layers must be a list of layer numbers"),
+    ("llama4_text", {"moe_layers": [0]}, r"layers\.1\.feed_forward\.gate_proj\.weight is in none of"),
+    ("llama4_text", {"no_rope_layers": [1, 1]}, "no_rope_layers must be a 0 or 1 for each of 4 layers"),
+    ("llama4_text", {"num_local_experts": 0}, "num_local_experts must be at least 1, not 0"),
+    ("llama4_text", {"num_local_experts": 4}, r"router\.weight has shape \[5, 64\], config\.json says \[4, 64\]"),
+    ("llama4_text", {"floor_scale": 0}, "floor_scale must be an integer of at least 1, not 0"),
+    ("llama4_text", {"attn_temperature_tuning": 4}, "attn_temperature_tuning must be true or false, not 4"),
+    ("llama4_text", {"attention_bias": True}, r"q_proj\.bias is in none of model\.safetensors"),
     ("seed_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'; supported for SeedOssForCausalLM: silu"),
     ("seed_oss", {"attention_bias": False}, "12 weights have no place: .*k_proj.bias"),
     ("seed_oss", {"attention_out_bias": True}, r"o_proj\.bias is in none of model\.safetensors"),
@@ -179,6 +228,61 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "spiral"}}}, "rope type 'spiral'"),
     ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, 'use_bidirectional_attention must be null or "vision"'),
+    (
+        "gemma4_text",
+        {"layer_types": ["sliding_attention"] * 4, "per_layer_config": None},
+        "layer_types must be full_attention in the last layer",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": None, "num_global_key_value_heads": 3},
+        r"num_attention_heads must be a multiple of the KV heads of layers without a window \(3\), not 4",
+    ),
+    ("gemma4_text", {"per_layer_config": None, "global_head_dim": 31}, "global_head_dim must be even, not 31"),
+    (
+        "gemma4_text",
+        {"per_layer_config": None, "global_head_dim": 34},
+        r"layers\.1\.self_attn\.(q|k)_norm\.weight has shape \[32\], config\.json says \[34\]",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 32}}},
+        "per_layer_config must be head_dim and num_key_value_heads of layers with full_attention",
+    ),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": 32}}},
+        "per_layer_config must be the same for each layer with",
+    ),
+    ("gemma4_text", {"attention_k_eq_v": False}, r"layers\.1\.self_attn\.v_proj\.weight is in none of"),
+    ("gemma4_text", {"enable_moe_block": True}, "num_experts is missing"),
+    (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+        "top_k_experts must be at most 4, not 5",
+    ),
+    (
+        "gemma4_text",
+        {"num_kv_shared_layers": 3},
+        "num_kv_shared_layers must be fewer, so that a layer of each kind has",
+    ),
+    ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers must be at most 3, not 4"),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
+        r"vocab_size_per_layer_input must be at least vocab_size \(320\), not 100",
+    ),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8},
+        r"per_layer_input_gate\.weight is in none of model\.safetensors",
+    ),
+    (
+        "gemma4_text",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+        "partial_rotary_factor must be at most 1, not 1.5",
+    ),
     ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "such that an even number of a head's 16 is rotated"),
     (
         "glm4",
@@ -222,6 +326,26 @@ def test_a_checkpoint_without_a_bias_of_the_choice(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     weights = {name: weight for name, weight in load_file(path).items() if not name.endswith("e_score_correction_bias")}
     weights["model.layers.0.post_mlp_layernorm.weight"] = torch.full((64,), 7.0)
+    save_file(weights, path, metadata={"format": "pt"})
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    found = PagedRun(load_decoder(tmp_path)).step({}, {"a": tokens})["a"]
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+
+
+def test_experts_in_matrices_of_their_own(tmp_path: Path) -> None:
+    """Tools that quantize matrices write Llama 4 so: one matrix per expert and projection, outputs first."""
+    model = make_family(tmp_path, "llama4_text", cases("llama4_text")[1])
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stacked, prefix = weights.pop(name), name.rpartition(".")[0]
+        for expert, matrix in enumerate(stacked.mT):
+            parts = matrix.chunk(2) if name.endswith("gate_up_proj") else [matrix]
+            kinds = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+            for kind, part in zip(kinds, parts, strict=True):
+                weights[f"{prefix}.{expert}.{kind}_proj.weight"] = part.contiguous()
     save_file(weights, path, metadata={"format": "pt"})
     tokens = list(range(40))
     with torch.inference_mode():

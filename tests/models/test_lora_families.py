@@ -125,7 +125,13 @@ def test_parts_of_a_fused_projection_are_refused_by_name(
         read_adapter(tmp_path, targets)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "lfm2", "mimo_v2_flash", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v3", "falcon_h1", "gemma4_text", "jamba", "kimi_linear", "lfm2", "llama4_text", "mamba", "mimo_v2_flash",
+        "nemotron_h", "qwen3_next",
+    ],
+)  # fmt: skip
 def test_attention_of_another_kind_is_refused_by_name(family: str, plain_checkpoint: Callable[[str], Path]) -> None:
     decoder = load_decoder(plain_checkpoint(family))
     with pytest.raises(UnsupportedModel, match=r"enable_lora is true, and the attention of .* takes no adapters"):

@@ -72,6 +72,34 @@ PICTURES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+CHUNKS: dict[str, Any] = {
+    "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0,
+    "intermediate_size_mlp": 128, "no_rope_layers": [], "num_experts_per_tok": 1, "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}  # fmt: skip
+HEADS_OF_TWO_SIZES: dict[str, Any] = {
+    "model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True, "final_logit_softcapping": 30.0,
+    "global_head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"], "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024, "tie_word_embeddings": True, "use_bidirectional_attention": "vision", "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+GEMMA4_PARTS: dict[str, Any] = {
+    "audio_config": None, "audio_token_id": 310, "boa_token_id": 311, "boi_token_id": 312, "eoa_token_id": 313,
+    "eoa_token_index": 313, "eoi_token_id": 314, "image_token_id": 315, "video_token_id": 316, "tie_word_embeddings": True,
+    "vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "patch_size": 16, "use_clipped_linears": False},
+    "vision_soft_tokens_per_image": 280, "transformers_version": "5.5.0.dev0",
+}  # fmt: skip
+OTHER_PARTS: dict[str, Any] = {
+    "boi_token_index": 300, "eoi_token_index": 301, "image_token_index": 302, "transformers_version": "4.51.0.dev0",
+    "image_processor_config": {"add_global_tile": True, "max_patches": 16, "resize_to_max_canvas": False},
+    "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 32, "patch_size": 14},
+}  # fmt: skip
+
 
 def text(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
     return SIZES | {"architectures": [architecture], "model_type": model_type} | fields
@@ -79,6 +107,20 @@ def text(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
 
 def wrapped(architecture: str, model_type: str, inner: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "model_type": model_type, "text_config": SIZES | inner} | fields
+
+
+def alone(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    """A model without heads, an MLP and positions."""
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "torch_dtype",
+        "hidden_act",
+        "initializer_range",
+        "use_cache",
+    )
+    return {name: SIZES[name] for name in names} | {"architectures": [architecture], "model_type": model_type} | fields
 
 
 LOADS: dict[str, dict[str, Any]] = {
@@ -124,6 +166,48 @@ LOADS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True, scoring_func="sigmoid", n_group=1, topk_group=1, topk_method="noaux_tc", routed_scaling_factor=None,
         layernorm_epsilon=1e-6, attention_bias=False, attention_value_scale=0.707, add_swa_attention_sink_bias=True,
         add_full_attention_sink_bias=False, quantization_config=BLOCKS,
+    ),
+    "heads of two sizes, experts next to MLPs": wrapped(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        HEADS_OF_TWO_SIZES
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        **GEMMA4_PARTS,
+    ),
+    "heads of two sizes, NVFP4": wrapped(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        HEADS_OF_TWO_SIZES
+        | {
+            "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+            "expert_intermediate_size": None,
+        },
+        **GEMMA4_PARTS, quantization_config=NVFP4,
+    ),
+    "keys of earlier layers, ids in every layer": wrapped(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        HEADS_OF_TWO_SIZES
+        | {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "use_double_wide_mlp": True,
+            "attention_k_eq_v": False, "num_global_key_value_heads": None,
+        },
+        **GEMMA4_PARTS | {"audio_config": {"model_type": "gemma4_audio", "hidden_size": 32}},
+    ),
+    "chunks, experts in every layer": wrapped(
+        "Llama4ForConditionalGeneration", "llama4",
+        CHUNKS
+        | {
+            "interleave_moe_layer_step": 1, "num_local_experts": 4, "use_qk_norm": True,
+            "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        **OTHER_PARTS,
+    ),
+    "chunks, experts in every second layer": wrapped(
+        "Llama4ForConditionalGeneration", "llama4",
+        CHUNKS | {"interleave_moe_layer_step": 2, "num_local_experts": 8, "rope_scaling": None, "use_qk_norm": False},
+        **OTHER_PARTS,
     ),
     "latent attention, fp8 in blocks": text(
         "DeepseekV3ForCausalLM", "deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
@@ -259,6 +343,40 @@ LOADS |= {
         "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "routed_scaling_factor": 2.446,
         "moe_intermediate_size": 32, "num_nextn_predict_layers": 0, "linear_attn_config": KDA,
     },
+    "selective scans next to attention": text(
+        "FalconH1ForCausalLM", "falcon_h1", attention_bias=False, attention_in_multiplier=1.0, attention_out_multiplier=0.9375,
+        embedding_multiplier=5.656854249492381, key_multiplier=0.390625, lm_head_multiplier=0.0390625, mamba_chunk_size=128,
+        mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=8, mamba_d_ssm=96, mamba_d_state=16, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=12, mamba_norm_before_gate=False, mamba_proj_bias=False, mamba_rms_norm=False, mamba_use_mlp=True,
+        mlp_bias=False, mlp_expansion_factor=8, mlp_multipliers=[0.8838834764831844, 0.5859375], num_logits_to_keep=1,
+        projectors_bias=False, rope_scaling=None, rope_theta=100000000000.0, ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        ssm_out_multiplier=0.23570226039551584,
+    ),
+    "selective scans of channels, experts": text(
+        "JambaForCausalLM", "jamba", attn_layer_offset=1, attn_layer_period=2, expert_layer_offset=1, expert_layer_period=2,
+        mamba_conv_bias=True, mamba_d_conv=4, mamba_d_state=16, mamba_dt_rank=8, mamba_expand=2, mamba_inner_layernorms=True,
+        mamba_proj_bias=False, num_experts=8, num_experts_per_tok=2, num_logits_to_keep=1, output_router_logits=False,
+        router_aux_loss_coef=0.001, sliding_window=None, use_mamba_kernels=True,
+    ),
+    "selective scans alone": alone(
+        "Mamba2ForCausalLM", "mamba2", chunk_size=256, conv_kernel=4, expand=2, head_dim=16, n_groups=2, norm_before_gate=True,
+        num_heads=8, rms_norm=True, state_size=16, time_step_limit=[0.0, float("inf")], time_step_rank=4, use_conv_bias=True,
+        time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001, rescale_prenorm_residual=False, layer_norm_epsilon=1e-5,
+        residual_in_fp32=True, use_bias=False,
+    ),
+    "selective scans of channels alone": alone(
+        "MambaForCausalLM", "mamba", conv_kernel=4, d_inner=128, d_model=64, expand=2, fused_add_norm=True, intermediate_size=128,
+        layer_norm_epsilon=1e-5, n_layer=2, pad_vocab_size_multiple=8, rescale_prenorm_residual=False, residual_in_fp32=True,
+        rms_norm=True, ssm_cfg={}, state_size=16, time_step_floor=0.0001, time_step_init_scheme="random", time_step_max=0.1,
+        time_step_min=0.001, time_step_rank=4, time_step_scale=1.0, use_bias=False, use_conv_bias=True,
+    ),
+    "selective scans of channels alone, with norms": alone(
+        "FalconMambaForCausalLM", "falcon_mamba", conv_kernel=4, expand=16, intermediate_size=128, layer_norm_epsilon=1e-5,
+        mixer_rms_eps=1e-6, rescale_prenorm_residual=False, residual_in_fp32=True, state_size=16, time_step_floor=0.0001,
+        time_step_init_scheme="random", time_step_max=0.1, time_step_min=0.001, time_step_rank=4, time_step_scale=1.0,
+        use_bias=False, use_conv_bias=True, use_mambapy=False, tie_word_embeddings=False,
+    ),
     "norms over all heads, experts": text(
         "OlmoeForCausalLM", "olmoe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, clip_qkv=None,
     ),
@@ -306,10 +424,6 @@ NEEDS: dict[str, tuple[dict[str, Any], str]] = {
         "time_step_limit other than 0 and infinity",
     ),
     "an index of keys": (text("GlmMoeDsaForCausalLM", "glm_moe_dsa", n_routed_experts=8), "indexed_attention"),
-    "chunks": (
-        wrapped("Llama4ForConditionalGeneration", "llama4", {"attention_chunk_size": 8192}),
-        "needs chunked attention, and layers of different shapes",
-    ),
     "layers of different shapes": (
         text("DeciLMForCausalLM", "nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": 8}}]),
         "needs layers of different shapes",

@@ -53,6 +53,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "yarn, a short original": ({**_YARN, "original_max_position_embeddings": 2, "factor": 3.0}, 32768),
     "llama3": (_LLAMA3, 131072),
     "llama3, other factors": ({**_LLAMA3, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 7.0}, 131072),
+    "llama3, equal factors": ({**_LLAMA3, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}, 131072),
+    "proportional": ({"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}, 32768),
+    "proportional, factor": (
+        {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.7, "factor": 3.0},
+        32768,
+    ),
     "longrope": ({**_LONGROPE, "original_max_position_embeddings": 4096}, 131072),
     "longrope, factor": ({**_LONGROPE, "original_max_position_embeddings": 8192, "factor": 3.0}, 131072),
     "longrope, attention factor": (

@@ -74,6 +74,11 @@ def test_logits_of_all_ranks_together_are_those_of_transformers(
         ("kimi_linear", 4),
         ("nemotron_h", 2),
         ("nemotron_h", 4),
+        ("falcon_h1", 2),
+        ("jamba", 2),
+        ("mamba", 4),
+        ("falcon_mamba", 2),
+        ("mamba2", 4),
     ],
 )
 def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, paged_run: Callable[..., Any]) -> None:
@@ -99,6 +104,8 @@ def test_states_of_all_ranks_together(family: str, size: int, tmp_path: Path, pa
         ("granitemoehybrid", 16, r"num_attention_heads \(4\)"),
         ("nemotron_h", 8, r"num_attention_heads \(4\)"),
         ("kimi_linear", 8, r"num_attention_heads \(4\)"),
+        ("mamba2", 16, r"num_heads in runs of 2 \(8\)"),
+        ("mamba", 64, r"intermediate_size in parts of 3 of 96 channels \(32\)"),
     ],
 )
 def test_heads_of_states_are_divided_evenly(family: str, size: int, named: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
-from tests.support.models.kv_layouts import with_shape, with_windows
+from tests.support.models.kv_layouts import with_head, with_shape, with_windows
 from tests.support.run.waiting import HANG_S, eventually
 
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
@@ -123,6 +123,12 @@ async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has
         ({"fingerprint": "f" * 32}, "ffffffff there"),
         ({"layout": msgspec.structs.replace(LAYOUT, block_size=0)}, "block_size is 0, 1 to 16384 is needed"),
         ({"max_model_len": 0}, "max_model_len is 0, 1 to 16777216 is needed"),
+        (
+            {"layout": msgspec.structs.replace(LAYOUT, draft_head="mtp")},
+            "the number of group_shapes with a draft_head is 1, 2 to 64 is needed",
+        ),
+        ({"layout": with_head(LAYOUT, "a\nhead")}, "draft_head is 'a\\nhead', 1 to 64 letters or digits are needed"),
+        ({"layout": with_head(LAYOUT, "m" * 65)}, "1 to 64 letters or digits are needed"),
     ],
 )
 async def test_a_worker_that_does_not_belong_is_refused_once_and_the_rest_serves_on(cluster, caplog, options, told):
@@ -184,6 +190,22 @@ async def test_a_worker_with_kv_cache_groups_is_not_paired_with_an_older_one(clu
     assert not cluster.of("decode").calls[0].sent.decode.HasField("source")
     [warning] = [record.message for record in caplog.records if "not paired" in record.message]
     assert "group_windows: (0, 512) != (0,)" in warning or "group_windows: (0,) != (0, 512)" in warning
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "without"),
+    [("", "", False), ("mtp", "mtp", False), ("mtp", "", True), ("", "mtp", True), ("mtp", "other", True)],
+)
+async def test_both_workers_hear_whether_the_blocks_of_a_draft_head_are_moved(cluster, prefill, decode, without):
+    for role, name in (("prefill", prefill), ("decode", decode)):
+        await cluster.worker(role, layout=with_head(LAYOUT, name, num_layers=1) if name else LAYOUT).start()
+    await cluster.start(prefill=0, decode=0)
+    await cluster.live(prefill=1, decode=1)
+    assert await cluster.text(prompt="x" * 40) == said(5)
+    [of_prefill] = cluster.of("prefill").calls
+    [of_decode] = cluster.of("decode").calls
+    assert of_prefill.sent.prefill.receiver.without_draft_head is without
+    assert of_decode.sent.decode.source.without_draft_head is without
 
 
 async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):

@@ -35,6 +35,17 @@ def test_a_hole_ends_a_prefix() -> None:
     assert index.match(chain(1, 2, 3, 4), WORKERS[:1], 0.0) == {WORKERS[0]: 1}
 
 
+def test_the_last_state_is_a_prefix_whatever_is_missing_before() -> None:
+    index = PrefixIndex()
+    index.stored(WORKERS[0], chain(3))
+    index.stored(WORKERS[1], chain(1, 3, 4, 9))
+    index.stored(WORKERS[2], chain(8))
+    found = index.reported(chain(1, 2, 3, 4, 5), WORKERS, last_suffices=True)
+    assert found == {WORKERS[0]: 3, WORKERS[1]: 4, WORKERS[2]: 0, WORKERS[3]: 0}
+    index.removed(WORKERS[1], chain(4))
+    assert index.reported(chain(1, 2, 3, 4, 5), WORKERS[1:2], last_suffices=True) == {WORKERS[1]: 3}
+
+
 def test_what_was_routed_counts_for_a_while() -> None:
     index = PrefixIndex()
     index.stored(WORKERS[0], chain(1))

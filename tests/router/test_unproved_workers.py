@@ -13,6 +13,8 @@ import pytest
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
+from pdserve.router.workers.announced_identity import verify_identity
+from tests.router.candidates import worker
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, play, said
 from tests.support.models.kv_layouts import with_shape
 from tests.support.run.waiting import HANG_S
@@ -114,6 +116,12 @@ async def test_an_identity_beyond_its_bounds_is_refused_by_name(cluster, caplog,
     await stands(cluster, live=1, refused=1)
     assert await cluster.text() == said(5)
     assert warnings(caplog, why)
+
+
+def test_heads_of_states_have_more_numbers_than_those_of_keys():
+    """As many as 16 heads of 128 x 256, and the columns of a convolution."""
+    layout = with_shape(LAYOUT, dtype="float32", block_size=1, head_dim=16 * 128 * 256 + 3 * (2048 + 512))
+    verify_identity(worker("a", layout=layout).identity)
 
 
 @pytest.mark.few(1)

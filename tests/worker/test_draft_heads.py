@@ -29,10 +29,14 @@ def head(model: HeadModel, num_tokens: int) -> dict[str, Any]:
     return {"speculative_config": head_setting(model, num_tokens)}
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     folder = tmp_path_factory.mktemp("heads")
-    return DraftHeadModel(folder) if request.param == "mtp" else EagleModel(folder / "model", folder / "head")
+    if request.param == "eagle3":
+        return EagleModel(folder / "model", folder / "head")
+    return DraftHeadModel(folder, request.param)
 
 
 @pytest.fixture(scope="module")

@@ -128,11 +128,23 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     group_shapes: tuple[int, ...] = (0,)
     """Per KV cache group, the index of its shape."""
     group_windows: tuple[int, ...] = (0,)
-    """Per group, tokens of its window, 0 for none. Which layers are a group follows from the model; a change of that rule raises
-    `FORMAT`."""
+    """Per group, tokens of its window, 0 for none; 2 for states. Which layers are a group follows from the model; a change of that
+    rule raises `FORMAT`."""
+    group_chunks: tuple[int, ...] = ()
+    """Per group, positions of its chunks, 0 for none; empty: no group has chunks. A group with chunks has no window."""
     draft_head: str = ""
     """Names the draft head whose keys and values are the last group; empty: there is none. Workers whose heads differ, or of which
     one has none, leave this group out of a transfer."""
+
+    def transfer_order(self, num_tokens: int) -> TransferOrder:
+        """The numbers of a prompt's blocks in a transfer. num_tokens: with the output of earlier attempts."""
+        return TransferOrder.of(self.group_windows, num_tokens, self.block_size, self.group_chunks)
+
+    @property
+    def _lasts(self) -> list[bool]:
+        """Per group, True if a sequence keeps the blocks of all its places."""
+        chunks = self.group_chunks or (0,) * self.num_groups
+        return [not (window or chunk) for window, chunk in zip(self.group_windows, chunks, strict=True)]
 
     @property
     def place_bytes(self) -> int:
@@ -150,15 +162,21 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.total_place_bytes // self.num_groups
 
     def num_places(self, num_blocks: Sequence[int]) -> int:
-        """Places of sequences for which there are blocks of each shape. Groups with a window do not count: they need blocks for few
-        places of each sequence. num_blocks: by shape."""
-        groups = list(zip(self.group_shapes, self.group_windows, strict=True))
-        lasting = [shape for shape, window in groups if not window] or [shape for shape, _ in groups]
+        """Places of sequences for which there are blocks of each shape. Groups with a window or chunks do not count: they need
+        blocks for few places of each sequence. num_blocks: by shape."""
+        groups = list(zip(self.group_shapes, self._lasts, strict=True))
+        lasting = [shape for shape, lasts in groups if lasts] or [shape for shape, _ in groups]
         return min(count // lasting.count(shape) for shape, count in enumerate(num_blocks) if shape in lasting)
 
     def pool_bytes(self, num_blocks: Sequence[int]) -> int:
         """Bytes of as many blocks of each shape. Raises: LayoutMismatch."""
         return sum(count * shape.block_bytes for count, shape in zip(num_blocks, self.shapes, strict=True))
+
+    @property
+    def hits_need_last_block(self) -> bool:
+        """True if a hit of the prefix cache needs no block of the first group other than its last: the group has states, of which
+        workers keep some, and a worker that has the last one has the prefix, whatever it has of the blocks before."""
+        return 0 < self.group_windows[0] <= 2
 
     @property
     def num_groups(self) -> int:
@@ -175,9 +193,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
         num_cached: places from the first, whose blocks are not counted.
         """
-        if not any(self.group_windows):
+        if all(self._lasts):
             return max(0, -(-num_tokens // self.block_size) - num_cached) * self.num_groups
-        order = TransferOrder.of(self.group_windows, num_tokens, self.block_size)
+        order = self.transfer_order(num_tokens)
         return max(0, len(order) - order.number(num_cached))
 
     def without_draft_head(self) -> KvLayout:
@@ -190,6 +208,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
             shapes=self.shapes[: max(group_shapes, default=0) + 1],
             group_shapes=group_shapes,
             group_windows=self.group_windows[:-1],
+            group_chunks=self.group_chunks[:-1],
             draft_head="",
         )
 

@@ -1,8 +1,9 @@
 """`TransferOrder`: the numbers that blocks of a prompt have in a transfer, equal at source and receiver.
 
-With one KV cache group a block's number is its place in the sequence. With several, blocks that a receiver may want are numbered by
-their places, and at one place by group: all blocks of groups without a window, and of groups with one those that the first token
-after the prompt sees. What a receiver wants is then the end of this list, from the first place on that it has not cached.
+With one KV cache group of keys a block's number is its place in the sequence. With several, and with one of states, blocks that a
+receiver may want are numbered by their places, and at one place by group: of groups with a window or with chunks those that the
+first token after the prompt sees, of others all. What a receiver wants is then the end of this list, from the first place on that
+it has not cached.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def num_skipped_blocks(num_tokens: int, window: int, block_size: int) -> int:
-    """Number of a sequence's first blocks that no token after its first `num_tokens` can see. window: with the token itself."""
-    return max(0, num_tokens - window + 1) // block_size
+def num_skipped_blocks(num_tokens: int, window: int, block_size: int, *, is_chunk: bool = False) -> int:
+    """Number of a sequence's first blocks that no token after its first `num_tokens` can see.
+
+    window: tokens that a token sees, itself included; with is_chunk those of a chunk, of which it sees its own.
+    """
+    first_seen = num_tokens // window * window if is_chunk else max(0, num_tokens - window + 1)
+    return first_seen // block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,15 @@ class TransferOrder:
     """Blocks of the prompt in each group, the last of which may be partial."""
 
     @classmethod
-    def of(cls, group_windows: Sequence[int], num_tokens: int, block_size: int) -> TransferOrder:
-        """group_windows: see `KvLayout`. num_tokens: of the prompt, with the output of earlier attempts."""
-        firsts = [num_skipped_blocks(num_tokens, window, block_size) if window else 0 for window in group_windows]
+    def of(
+        cls, group_windows: Sequence[int], num_tokens: int, block_size: int, group_chunks: Sequence[int] = ()
+    ) -> TransferOrder:
+        """group_windows, group_chunks: see `KvLayout`. num_tokens: of the prompt, with the output of earlier attempts."""
+        firsts = []
+        for group, window in enumerate(group_windows):
+            chunk = group_chunks[group] if group_chunks else 0
+            reach = window or chunk
+            firsts.append(num_skipped_blocks(num_tokens, reach, block_size, is_chunk=chunk > 0) if reach else 0)
         return cls(tuple(firsts), -(-num_tokens // block_size))
 
     def __len__(self) -> int:

@@ -252,9 +252,15 @@ class EngineCore:
         if step.result is not None:
             computed = step.result.result()
             update_began = time.monotonic()
+            kv_written = step.kv_written
+            if step.scheduled.tentative_req_ids:
+                # states have been written since the launch
+                kv_written = self.executor.kv_written
+                self.scheduler.step_launched(kv_written)
             scheduled, computed = living(self.scheduler.requests, step.requests, step.scheduled, computed)
+            self.scheduler.drop_states(step.requests, scheduled)
             num_before = self.scheduler.num_computed_prompt_tokens
-            self.scheduler.update_from_output(scheduled, computed, step.kv_written)
+            self.scheduler.update_from_output(scheduled, computed, kv_written)
             if self.scheduler.num_computed_prompt_tokens > num_before:
                 self.scheduler.prefill_s += computed.compute_s
             self.scheduler.grammars.hosts.flush()

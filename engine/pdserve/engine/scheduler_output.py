@@ -77,6 +77,9 @@ class SchedulerOutput(msgspec.Struct):
     """req_id -> tokens to compute, at least 1 each."""
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
     """req_id -> drafts that are computed after its last known token; `num_scheduled_tokens` counts them."""
+    tentative_req_ids: list[str] = []
+    """Of a model with states, the sequences whose tokens may turn out not to stand: those with drafts, and those whose mask may be
+    late. Their states are written when the step's result is read."""
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
     block_copies: list[list[tuple[int, int]]] = []

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import gt
 
-from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec, StateSpec
+from pdserve.models.kv_cache import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, StateSpec
 
 BlockCounts = tuple[int, ...]
 """Numbers of blocks, by shape."""
@@ -14,7 +14,7 @@ BlockCounts = tuple[int, ...]
 
 def num_window_blocks(window: int, block_size: int, step_tokens: int) -> int:
     """Blocks of a sequence that computes at most `step_tokens` per step and never needs more than it has: what it sees and a step,
-    rounded up to blocks at both ends."""
+    rounded up to blocks at both ends. window: tokens that one sees at most, of a window or a chunk."""
     return -(-(window - 1 + step_tokens) // block_size) + 1
 
 
@@ -48,12 +48,12 @@ def max_sequence_tokens(
         needed = max_sequence_blocks(specs, of_group * block_size, block_size, step_tokens)
         return any(map(gt, needed, num_blocks))
 
-    # no machine has so many blocks, and `range` has no larger numbers
-    most = min(max(num_blocks), _MAX_BLOCKS)
+    # no machine has so many blocks, and `range` has no larger numbers; states alone are as many for a sequence of any length
+    most = _MAX_BLOCKS if all(isinstance(spec, StateSpec) for spec in specs) else min(max(num_blocks), _MAX_BLOCKS)
     return (bisect_left(range(most + 1), True, key=exceeds) - 1) * block_size
 
 
 def _limit(spec: KVCacheSpec, num_blocks: int, block_size: int, step_tokens: int) -> int:
-    if isinstance(spec, SlidingWindowSpec):
-        return num_window_blocks(spec.sliding_window, block_size, step_tokens)
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return num_window_blocks(spec.reach, block_size, step_tokens)
     return _STATES if isinstance(spec, StateSpec) else num_blocks

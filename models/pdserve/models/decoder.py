@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,26 +15,17 @@ from pdserve.kernels.layers.fused_layers import FusedLayers
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.config.query_temperature import QueryTemperature
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.layers.draft_head import DraftHead, EagleHead
+from pdserve.models.layers.embedding import Embedding
+from pdserve.models.layers.side_mixer import SideMixer
+from pdserve.models.layers.token_inputs import TokenInputs
 from pdserve.models.model_inputs import ModelInputs
 from pdserve.models.vision.vision_tower import VisionTower
-
-Embedding = Callable[[Tensor], Tensor]
-"""`[T]` int64 token ids -> `[T, H]`."""
-
-
-def embedding_table(weight: Tensor) -> Embedding:
-    """weight `[V, H]`."""
-    return lambda token_ids: weight.index_select(0, token_ids)
-
-
-def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
-    """The embeddings times `scale`."""
-    return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids).mul_(scale)
 
 
 class _Rotation(NamedTuple):
@@ -44,17 +35,25 @@ class _Rotation(NamedTuple):
     magnitude: Tensor
     axes: Tensor | None = None
     """`[D / 2]` int64: the axis of each pair, of a model whose positions may have three."""
+    temperature: QueryTemperature | None = None
+    """In place of `magnitude`, of layers that only scale their queries."""
 
     @classmethod
-    def of(cls, rope: RopeParameters | None, head_dim: int, device: torch.device) -> _Rotation:
+    def of(
+        cls, rope: RopeParameters | None, head_dim: int, temperature: QueryTemperature | None, device: torch.device
+    ) -> _Rotation:
         """rope None: every number is rotated by 0, which changes no bit."""
         if rope is None:
-            return cls(torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device))
+            nothing, ones = torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device)
+            return cls(nothing, ones, temperature=temperature)
         axes = None if rope.mrope is None else rope.mrope.axes(head_dim // 2).to(device)
         return cls(rope.inverse_frequencies(head_dim).to(device), rope.magnitudes(head_dim).to(device), axes)
 
     def phases(self, positions: Tensor) -> Tensor:
         """`[T]` or `[3, T]` -> `[T, 1, D / 2]`"""
+        if self.temperature is not None:
+            factors = self.temperature.factors(positions).view(-1, 1, 1)
+            return rotary_phases(positions, self.inverse_frequencies, factors)
         if self.axes is None or positions.ndim == 1:
             return rotary_phases(positions, self.inverse_frequencies, self.magnitude)
         return mrope_phases(positions, self.axes, self.inverse_frequencies, self.magnitude)
@@ -70,15 +69,17 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: Embedding,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer | SideMixer],
         final_norm: RmsNorm,
         lm_head: OutputHead | None,
         classifier: ClassificationHead | None = None,
         vision_tower: VisionTower | None = None,
         draft_head: DraftHead | None = None,
+        token_inputs: TokenInputs | None = None,
     ) -> None:
         """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images.
-        draft_head: that of `config.draft_head`."""
+        draft_head: that of `config.draft_head`. token_inputs: of a model whose layers read ids of tokens."""
+        self._token_inputs = token_inputs
         self.vision_tower = vision_tower
         self.draft_head = draft_head
         self.config = config
@@ -91,8 +92,9 @@ class Decoder:
         self._lm_head = lm_head
         device = final_norm.weight.device
         self._device = device
-        ropes = [config.layer_rope(index) for index in range(len(self._layers))]
-        self._ropes = tuple(_Rotation.of(rope, config.rotary_head_dim, device) for rope in dict.fromkeys(ropes))
+        ropes = [(config.layer_rope(index), config.rotary_head_dim(index)) for index in range(len(self._layers))]
+        temperature = config.family.temperature
+        self._ropes = tuple(_Rotation.of(*rope, temperature, device) for rope in dict.fromkeys(ropes))
         self._rope_indices = [list(dict.fromkeys(ropes)).index(rope) for rope in ropes]
         specs: list[LayerSpec] = [layer.attention.spec for layer in self._layers]
         self._specs = tuple(dict.fromkeys(specs))
@@ -100,7 +102,8 @@ class Decoder:
         self._draft_rotation: _Rotation | None = None
         if draft_head is not None:
             specs.append(draft_head.layer.attention.spec)
-            self._draft_rotation = _Rotation.of(*config.draft_rotation(), device)
+            rope = config.layer_rope(config.num_layers), config.rotary_head_dim(config.num_layers)
+            self._draft_rotation = _Rotation.of(*rope, temperature, device)
         self._fused: tuple[LayerOps, FusedLayers | None] | None = None
         """The operations of the last step, and the result of their `fuse_layers`."""
         self.attention_specs: tuple[tuple[LayerSpec, ...], ...] = tuple(
@@ -123,13 +126,15 @@ class Decoder:
         return self._device
 
     @property
-    def layers(self) -> tuple[DecoderLayer, ...]:
+    def layers(self) -> tuple[DecoderLayer | SideMixer, ...]:
         return self._layers
 
-    def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
+    def with_layers(self, layers: Sequence[DecoderLayer | SideMixer]) -> Decoder:
         """The same decoder with other layers."""
-        head, tower, drafts = self._lm_head, self.vision_tower, self.draft_head
-        return Decoder(self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower, drafts)
+        return Decoder(
+            self.config, self._embedding, layers, self._final_norm, self._lm_head, self.classifier, self.vision_tower,
+            self.draft_head, self._token_inputs,
+        )  # fmt: skip
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -138,11 +143,17 @@ class Decoder:
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Write this step's keys and values into the cache and return the last hidden states `[N, H]` of `inputs.output_rows`.
 
-        Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
+        Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither, or no ids where
+        layers read them.
         """
         plans = [inputs.plans[spec] for spec in self._specs]
         phases = [rotation.phases(inputs.positions) for rotation in self._ropes]
         residual = inputs.embedded(self.embed_input_ids)
+        of_tokens: Sequence[Tensor | None] = [None] * len(self._layers)
+        if self._token_inputs is not None:
+            if inputs.token_ids is None:
+                raise ValueError("layers read ids of tokens, and only embeddings are given")
+            of_tokens = list(self._token_inputs(inputs.token_ids, residual))
         first_norm = self._norms[0]
         x = residual if first_norm is None else first_norm(residual)
         if (hidden := self._in_one_call(residual, x, phases, plans, inputs)) is not None:
@@ -152,9 +163,8 @@ class Decoder:
         last, carried = self._layers[-1], None
         tapped = iter(() if inputs.layer_inputs is None or self.draft_head is None else self.draft_head.tapped_layers)
         next_tap = next(tapped, None)
-        for index, (layer, next_norm, (spec, rope)) in enumerate(
-            zip(self._layers, self._norms[1:], kinds, strict=True)
-        ):
+        each = zip(self._layers, self._norms[1:], kinds, of_tokens, strict=True)
+        for index, (layer, next_norm, (spec, rope), of_layer) in enumerate(each):
             if inputs.before_layer is not None:
                 inputs.before_layer()
             if index == next_tap and inputs.layer_inputs is not None:
@@ -167,7 +177,7 @@ class Decoder:
                 layer.store(x, phases[rope], plans[spec], inputs.ops)
                 return x[:0]
             residual, x, carried = layer.forward(
-                residual, x, norm, phases[rope], plans[spec], inputs.ops, rows, carried
+                residual, x, norm, phases[rope], plans[spec], inputs.ops, rows, carried, of_layer
             )
             if added is not None and inputs.deepstack_rows is not None:
                 residual = residual.index_add(0, inputs.deepstack_rows, added)
@@ -207,7 +217,7 @@ class Decoder:
             inputs.before_layer()
         embed: Embedding = self.embed_input_ids
         if isinstance(self.draft_head, EagleHead) and self.draft_head.embedding is not None:
-            embed = embedding_table(self.draft_head.embedding)
+            embed = self.draft_head.embedding
         return self.draft_head.forward(
             inputs.embedded(embed),
             hidden,

@@ -22,6 +22,7 @@ from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.layers.draft_head import EagleHead
+from pdserve.models.layers.embedding import make_embedding
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.read_config import read_config
@@ -103,14 +104,14 @@ def load_eagle_head(
             input_norm=None,
             attention=SelfAttention.load(
                 weights, f"{prefix}.self_attn", 0, spec, hidden,
-                order=own.head_order, qkv_bias=family.qkv_bias, output_bias=family.output_bias, input_size=2 * hidden,
+                order=own.head_order(0), qkv_bias=family.qkv_bias, output_bias=family.output_bias, input_size=2 * hidden,
             ),
             mlp_norm=norm(f"{prefix}.post_attention_layernorm"),
             mlp=GatedMlp.load(weights, f"{prefix}.mlp", hidden, own.intermediate_size, bias=family.mlp_bias),
         )  # fmt: skip
         embedding = None
         if "embed_tokens.weight" in names:
-            embedding = weights.tensor("embed_tokens.weight", model.vocab_size, hidden)
+            embedding = make_embedding(weights.tensor("embed_tokens.weight", model.vocab_size, hidden), 1.0, None)
         token_ids = None
         if "d2t" in names:
             offsets = checkpoint.read("d2t", (head.vocab_size,), ("I64",)).to(device).clone()

@@ -31,6 +31,26 @@ class SlidingWindowSpec:
     shape: int = 0
     """As of `FullAttentionSpec`."""
 
+    @property
+    def reach(self) -> int:
+        """Tokens that a token attends to at most, itself included."""
+        return self.sliding_window
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocalAttentionSpec:
+    """Keys and values of a sequence's tokens in the current chunk of positions are kept."""
+
+    attention_chunk_size: int
+    """Positions of a chunk, of which the first begins at 0."""
+    shape: int = 0
+    """As of `FullAttentionSpec`."""
+
+    @property
+    def reach(self) -> int:
+        """As of `SlidingWindowSpec`."""
+        return self.attention_chunk_size
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
@@ -49,7 +69,7 @@ class DraftHeadSpec:
     """As of `FullAttentionSpec`."""
 
 
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | StateSpec | DraftHeadSpec
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | StateSpec | DraftHeadSpec
 """The kind of a group: which keys and values, or states, of a sequence its layers need."""
 STATE_WINDOW = 2
 """The next token needs the block at the last one, as if it attended to that one and itself."""
@@ -60,6 +80,12 @@ def group_windows(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
     if len(specs) == 1 and not isinstance(specs[0], StateSpec):
         return (0,)
     return tuple(_window(spec) for spec in specs)
+
+
+def group_chunks(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
+    """See `KvLayout.group_chunks`. specs: of all groups. An only group has none, as of `group_windows`."""
+    chunks = [spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0 for spec in specs]
+    return tuple(chunks) if len(specs) > 1 and any(chunks) else ()
 
 
 def _window(spec: KVCacheSpec) -> int:

@@ -12,14 +12,15 @@ import torch
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.kernels.cpu.linear import make_output_head
-from pdserve.kernels.layers.parallel_linear import ParallelLMHead, VocabParallelEmbedding
+from pdserve.kernels.layers.parallel_linear import ParallelLMHead
 from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.model_config import ModelConfig
-from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
+from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.eagle_head import load_eagle_head
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.draft_head import DraftHead
+from pdserve.models.layers.embedding import make_embedding
 from pdserve.models.read_config import read_config
 from pdserve.models.vision.vision_tower import load_vision_tower
 from pdserve.models.weights.body_weights import BodyWeights, ImageModelWeights, PrefixedWeights
@@ -86,7 +87,7 @@ def load_decoder(
 
 def _source(config: ModelConfig, checkpoint: WeightSource) -> WeightSource:
     """The checkpoint, under the names of a text model's weights."""
-    if config.vision is not None:
+    if config.vision is not None or config.family.unserved_parts:
         return ImageModelWeights(checkpoint)
     if (prefix := config.family.published_prefix) is not None:
         checkpoint = PrefixedWeights(checkpoint, prefix)
@@ -122,12 +123,13 @@ def _decoder(
     )
     rows = shard.part(0, config.vocab_size)
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
-    layers = [family.load_layer(weights, config, index) for index in range(config.num_layers)]
+    layers = family.linked([family.load_layer(weights, config, index) for index in range(config.num_layers)])
     draft_head: DraftHead | None = None
     if config.draft_head is not None and config.draft_head.folder is None:
         draft_head = family.load_draft_head(weights, config)
     elif config.draft_head is not None:
         draft_head = load_eagle_head(config, config.draft_head, device, shard)
+    token_inputs = family.load_token_inputs(weights, config)
     final_norm = family.load_norm(weights, family.final_norm_name, config)
     lm_head, classifier = None, None
     if config.classifier is None:
@@ -141,12 +143,11 @@ def _decoder(
         tower = load_vision_tower(weights, config.vision, ImageProcessorConfig.read(checkpoint.folder), device)
     weights.check_all_read()
     scale = family.embedding_scale(embedding.dtype)
+    embed = make_embedding(embedding, scale, shard.group)
     if (group := shard.group) is None:
-        embed = scaled_embedding(embedding_table(embedding), scale)
-        return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower, draft_head)
-    embed = scaled_embedding(VocabParallelEmbedding(embedding, group), scale)
+        return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower, draft_head, token_inputs)
     parallel_head = None if lm_head is None else ParallelLMHead(lm_head, group)
-    return Decoder(config, embed, layers, final_norm, parallel_head, classifier, tower, draft_head)
+    return Decoder(config, embed, layers, final_norm, parallel_head, classifier, tower, draft_head, token_inputs)
 
 
 def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import DRAFT_HEAD_FIELDS, Dimensions, check_fields
 from pdserve.models.config.missing_capabilities import MISSING
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.served_dtype import served_dtype
 from pdserve.models.config.special_tokens import special_tokens
 from pdserve.models.config.vision_config import VisionConfig, language_config
@@ -21,6 +22,8 @@ _MAX_WIDTH = 1 << 20
 _MAX_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 16
 """Upper limit that no known model reaches; smaller values are checked against the shapes of the weights."""
+_LONGEST, _SERVED = 1 << 20, 1 << 15
+"""Tokens of a sequence without positions: the largest `max_model_len`, and that without the setting."""
 
 
 def read_config(
@@ -42,17 +45,19 @@ def read_config(
     family = FAMILIES[architecture]
     config = config.with_names(family.field_names)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
-    intermediate_size = config.integer(family.intermediate_size_field, maximum=_MAX_WIDTH)
     num_layers = family.read_num_layers(config)
-    num_heads = config.integer("num_attention_heads", maximum=_MAX_HEADS)
-    num_kv_heads = _num_kv_heads(config, architecture, num_heads)
-    head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)
-    rotary_dim = head_dim
-    if family.default_latent is not None:
-        latent = family.default_latent.read(config)
-        num_kv_heads, head_dim, rotary_dim = 1, latent.row_dim, latent.rope_dim
-    max_positions = config.integer("max_position_embeddings")
-    rope = family.read_rope(config, rotary_dim, max_positions)
+    intermediate_size = num_heads = num_kv_heads = head_dim = rotary_dim = 0
+    max_positions, rope = _LONGEST, RopeParameters("default", DEFAULT_THETA)
+    if family.has_attention:
+        intermediate_size = config.integer(family.intermediate_size_field, maximum=_MAX_WIDTH)
+        num_heads = config.integer("num_attention_heads", maximum=_MAX_HEADS)
+        num_kv_heads = _num_kv_heads(config, architecture, num_heads)
+        head_dim = rotary_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)
+        if family.default_latent is not None:
+            latent = family.default_latent.read(config)
+            num_kv_heads, head_dim, rotary_dim = 1, latent.row_dim, latent.rope_dim
+        max_positions = config.integer("max_position_embeddings")
+        rope = family.read_rope(config, rotary_dim, max_positions)
     rms_norm_eps = config.number(family.norm_eps_field, family.default_rms_norm_eps)
     options: ModelFamily = family.read(config, num_layers)
     derived_max_model_len = rope.derived_max_positions(max_positions)
@@ -82,7 +87,9 @@ def read_config(
         rms_norm_eps=rms_norm_eps,
         rope=ropes[0].for_length(max_model_len),
         tie_word_embeddings=config.boolean("tie_word_embeddings", family.default_tie_word_embeddings),
-        max_position_embeddings=min(each.max_positions(max_positions) for each in ropes),
+        max_position_embeddings=min(each.max_positions(max_positions) for each in ropes)
+        if family.has_attention
+        else _SERVED,
         derived_max_model_len=derived_max_model_len,
         dtype=served_dtype(config, dtype),
         eos_token_ids=eos_token_ids,

@@ -9,16 +9,21 @@ from pdserve.models.families.axk1 import AXK1
 from pdserve.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from pdserve.models.families.dots1 import Dots1
 from pdserve.models.families.ernie4_5_moe import Ernie45Moe
+from pdserve.models.families.falcon_h1 import FalconH1
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
+from pdserve.models.families.gemma4 import Gemma4, Gemma4WithOtherParts
 from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.glm4_moe import Glm4Moe, Glm4MoeLite
 from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
+from pdserve.models.families.jamba import Jamba
 from pdserve.models.families.kimi_linear import KimiLinear
 from pdserve.models.families.lfm2 import Lfm2
 from pdserve.models.families.llama import Llama
+from pdserve.models.families.llama4 import Llama4, Llama4WithImages
 from pdserve.models.families.longcat_flash import LongcatFlash
+from pdserve.models.families.mamba import FalconMamba, Mamba2Model, MambaModel
 from pdserve.models.families.mamba_hybrids import Bamba, GraniteHybrid
 from pdserve.models.families.mimo_v2 import MiMoV2
 from pdserve.models.families.minicpm3 import MiniCPM3
@@ -51,18 +56,27 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "DeepseekV3ForCausalLM": DeepSeekV3,
     "Dots1ForCausalLM": Dots1,
     "Ernie4_5_MoeForCausalLM": Ernie45Moe,
+    "FalconH1ForCausalLM": FalconH1,
+    "FalconMambaForCausalLM": FalconMamba,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma4ForCausalLM": Gemma4,
+    "Gemma4ForConditionalGeneration": Gemma4WithOtherParts,
     "Glm4ForCausalLM": Glm4,
     "Glm4MoeForCausalLM": Glm4Moe,
     "Glm4MoeLiteForCausalLM": Glm4MoeLite,
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "JambaForCausalLM": Jamba,
     "KimiLinearForCausalLM": KimiLinear,
     "Lfm2ForCausalLM": Lfm2,
+    "Llama4ForCausalLM": Llama4,
+    "Llama4ForConditionalGeneration": Llama4WithImages,
     "LlamaForCausalLM": Llama,
     "LongcatFlashForCausalLM": LongcatFlash,
+    "Mamba2ForCausalLM": Mamba2Model,
+    "MambaForCausalLM": MambaModel,
     "MiMoV2FlashForCausalLM": MiMoV2,
     "MiniCPM3ForCausalLM": MiniCPM3,
     "MiniMaxM2ForCausalLM": MiniMaxM2,
@@ -91,7 +105,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "YoutuForCausalLM": Youtu,
 }
 """The single entry of `architectures` in config.json -> its family."""
-_TEXT_PARTS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 """Families whose name without an ending is that of models with images, and whose bodies and classifiers have names of their own."""
 _CAUSAL = {name.removesuffix("ForCausalLM"): name for name in FAMILIES if name.endswith("ForCausalLM")}
 BODIES: Mapping[str, str] = {
@@ -99,8 +113,9 @@ BODIES: Mapping[str, str] = {
 }
 """Architectures without a language-model head -> the same with it."""
 _WITHOUT_CLASSIFIER = (
-    "Bamba", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4MoeLite", "Granite", "GraniteMoeHybrid", "KimiLinear", "Lfm2", "LongcatFlash",
-    "MiMoV2Flash", "MiniMaxM2", "NemotronH", "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
+    "Bamba", "Dots1", "Ernie4_5_Moe", "FalconH1", "FalconMamba", "Gemma4", "Glm4Moe", "Glm4MoeLite", "Granite",
+    "GraniteMoeHybrid", "KimiLinear", "Lfm2", "Llama4", "LongcatFlash", "Mamba", "Mamba2", "MiMoV2Flash", "MiniMaxM2", "NemotronH",
+    "Olmoe", "Qwen3_5Moe", "SolarOpen", "Youtu",
 )  # fmt: skip
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: Mapping[str, str] = {

@@ -29,7 +29,6 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire.messages import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
-from pdserve.common.transfer_order import TransferOrder
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.kv_transfer.control.transfer_state import SourceState
@@ -139,9 +138,8 @@ class PrefillServicer:
             self.engine.release(stream, record.close)
 
     def _expected(self, prefill: prefill_pb2.Prefill, request: EngineCoreRequest) -> ExpectedTransfer:
-        num_tokens = len(request.given_token_ids)
         layout = self.layout.moved(without_draft_head=request.without_draft_head)
-        order = TransferOrder.of(layout.group_windows, num_tokens, layout.block_size)
+        order = layout.transfer_order(len(request.given_token_ids))
         return ExpectedTransfer(
             transfer_id=prefill.transfer_id,
             request_id=request.request_id,

@@ -166,6 +166,7 @@ class KvLayout(google.protobuf.message.Message):
     GROUP_SHAPES_FIELD_NUMBER: builtins.int
     GROUP_WINDOWS_FIELD_NUMBER: builtins.int
     DRAFT_HEAD_FIELD_NUMBER: builtins.int
+    GROUP_CHUNKS_FIELD_NUMBER: builtins.int
     format: builtins.int
     """order of a block's bytes: common/kv_layout.py"""
     model_fingerprint: builtins.str
@@ -188,6 +189,10 @@ class KvLayout(google.protobuf.message.Message):
     def group_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """per group, tokens of its window, 0 for none"""
 
+    @property
+    def group_chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """per group, positions of its chunks, 0 for none; empty if no group has any"""
+
     def __init__(
         self,
         *,
@@ -200,8 +205,9 @@ class KvLayout(google.protobuf.message.Message):
         group_shapes: collections.abc.Iterable[builtins.int] | None = ...,
         group_windows: collections.abc.Iterable[builtins.int] | None = ...,
         draft_head: builtins.str = ...,
+        group_chunks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "draft_head", b"draft_head", "format", b"format", "group_shapes", b"group_shapes", "group_windows", b"group_windows", "model_fingerprint", b"model_fingerprint", "shapes", b"shapes", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "draft_head", b"draft_head", "format", b"format", "group_chunks", b"group_chunks", "group_shapes", b"group_shapes", "group_windows", b"group_windows", "model_fingerprint", b"model_fingerprint", "shapes", b"shapes", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvLayout: typing_extensions.TypeAlias = KvLayout

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layers.expert_stack import ExpertStack
-from pdserve.kernels.layers.gated_activations import GatedActivation
+from pdserve.kernels.layers.gated_activations import Gate, GatedActivation, squared_relu
 from pdserve.kernels.layers.packed_groups import PackedGroups, tile_width
 from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.lora.lora_linear import LoraStack
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages
+from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests
 from pdserve.kernels.triton.grouped_experts import grouped_experts
@@ -29,6 +30,7 @@ from pdserve.kernels.triton.lora_products import add_lora, column_tiles
 from pdserve.kernels.triton.move_blocks import move_blocks
 from pdserve.kernels.triton.rotate_and_store import rotate_and_store
 from pdserve.kernels.triton.sample_tokens import SamplingLaunches
+from pdserve.kernels.triton.state_steps import RowStates, convolve_rows, delta_rows, scan_rows
 from pdserve.kernels.triton.swiglu import swiglu
 from tests.support.kernels.compiled_kernels import SHARED_BYTES, TARGETS, compile_launch, recorded_launches
 from tests.support.kernels.sampled_rows import metadata
@@ -84,16 +86,20 @@ def experts_of(
     *,
     dtype: torch.dtype = BF16,
     has_biases: bool = False,
+    gate: Gate | None = None,
 ) -> None:
     num_experts, hidden, inner, top_k = sizes
-    gate_up, down = (made(num_experts, *size, dtype=dtype) for size in ((2 * inner, hidden), (hidden, inner)))
+    activation = GatedActivation.of(gate)
+    assert activation is not None
+    num_rows = (1 + activation.is_gated) * inner
+    gate_up, down = (made(num_experts, *size, dtype=dtype) for size in ((num_rows, hidden), (hidden, inner)))
     gate_up_bias, down_bias = (
-        made(num_experts, size, dtype=dtype) if has_biases else None for size in (2 * inner, hidden)
+        made(num_experts, size, dtype=dtype) if has_biases else None for size in (num_rows, hidden)
     )
-    stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, None)
+    stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, gate)
     chosen = made(count, top_k, dtype=torch.int64)
     weights, x = made(count, top_k, dtype=dtype), made(count, hidden, dtype=dtype)
-    grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
+    grouped_experts(x, weights, chosen, stack, activation, configs)
 
 
 def in_groups(
@@ -129,6 +135,43 @@ def experts_in_groups(count: int, configs: LaunchConfigs, **form: Any) -> None:
     grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
 
 
+def row_states(num_heads: int, head_size: int) -> RowStates:
+    """64 rows; the pool has above 2^31 numbers."""
+    states = made(1 << 14, num_heads, 32, head_size, dtype=torch.float32)
+    return RowStates(states, made(2, 64, dtype=torch.int64), 3)
+
+
+def convolved(num_heads: int, num_channels: int, configs: LaunchConfigs, *, dtype: torch.dtype = BF16) -> None:
+    total = num_heads * num_channels
+    conv = CausalConv(made(total, 4, dtype=dtype), made(total, dtype=dtype), [ColumnPart(num_channels)], has_silu=True)
+    columns, out = (made(64, total, dtype=dtype) for _ in range(2))
+    convolve_rows(
+        row_states(num_heads, conv.num_kept), conv, made(num_heads, 5, dtype=torch.int64), columns, out, configs
+    )
+
+
+def tokens_of(num_matrices: int, *sizes: int) -> list[Tensor]:
+    """size 1: a number."""
+    shapes = [(64, num_matrices, size) if size > 1 else (64, num_matrices) for size in sizes]
+    return [made(*shape, dtype=torch.float32) for shape in shapes]
+
+
+def delta_ruled(
+    num_heads: int, per_head: int, shape: tuple[int, int], configs: LaunchConfigs, *, num_decays: int = 1
+) -> None:
+    num = num_heads * per_head
+    rows = row_states(num_heads, 64 + per_head * shape[0] * shape[1])
+    tokens = tokens_of(num, shape[0], shape[0], shape[1], num_decays, 1)
+    delta_rows(rows, tokens, 64, shape, made(64, num, shape[1], dtype=torch.float32), configs)
+
+
+def scanned(num_heads: int, per_head: int, shape: tuple[int, int], configs: LaunchConfigs) -> None:
+    num = num_heads * per_head
+    rows = row_states(num_heads, 64 + per_head * shape[0] * shape[1])
+    tokens = tokens_of(num, shape[0], shape[1], shape[1], 1)
+    scan_rows(rows, tokens, 64, shape, made(64, num, shape[0], dtype=torch.float32), configs)
+
+
 ROUNDED: dict[str, Any] = {"bits": 8, "is_float": True, "rounds_inputs": True}
 CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "add and norm": lambda configs: add_norm(made(64, 4096), made(64, 4096), norm(4096), configs),
@@ -147,6 +190,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
         1, 896, (896, 128, 128), configs, max_rank=64, dtype=torch.float32
     ),
     "experts of 30b": lambda configs: experts_of(64, (128, 2048, 768, 8), configs),
+    "experts without a gate": lambda configs: experts_of(64, (128, 2688, 1856, 6), configs, gate=squared_relu),
     "many rows of experts": lambda configs: experts_of(4096, (32, 2880, 2880, 4), configs, has_biases=True),
     "experts in float32": lambda configs: experts_of(8, (8, 64, 32, 2), configs, dtype=torch.float32),
     "w4a16 of 8b": lambda configs: multiplied(16, in_groups(6144, 4096, bits=4, group=128), configs),
@@ -166,6 +210,13 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "w8a8 of 2,048 rows": lambda configs: multiplied(2048, in_groups(6144, 4096, group=128, **ROUNDED), configs),
     "w8a8 with a scale per row": lambda configs: multiplied(64, in_groups(6144, 4096, group=4096, **ROUNDED), configs),
     "experts of w8a8": lambda configs: experts_in_groups(64, configs, group=160, **ROUNDED),
+    "columns of heads of 512": lambda configs: convolved(16, 512, configs),
+    "columns in float32": lambda configs: convolved(3, 80, configs, dtype=torch.float32),
+    "delta rule": lambda configs: delta_ruled(16, 2, (128, 128), configs),
+    "delta rule of 256": lambda configs: delta_ruled(4, 4, (256, 256), configs),
+    "delta rule with decays of rows": lambda configs: delta_ruled(32, 1, (128, 128), configs, num_decays=128),
+    "scan": lambda configs: scanned(8, 16, (64, 128), configs),
+    "scan of 256": lambda configs: scanned(8, 3, (64, 256), configs),
     "move": lambda configs: move_blocks(made(64, 1 << 20), made(64, 1 << 20), [(0, 1)], configs),
     "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),
     "greedy rows": lambda configs: sampled(64, configs, temperature=0.0),
@@ -174,7 +225,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     # an argument that is 1 is a constant for the compiler
     "one row with top_p": lambda configs: sampled(1, configs, top_p=0.9),
 }
-NARROW = {"choose", "choose_again", "chain_sums", "round_inputs"}
+NARROW = {"choose", "choose_again", "chain_sums", "round_inputs", "convolve_columns"}
 """Kernels that read a few numbers per thread."""
 NARROW_CASES = {"w8a16 in groups of 16"}
 """Of which a row of a tile has 16 bytes."""
@@ -189,7 +240,16 @@ FAST = {
     ("gfx942", "swiglu"),
 }
 """The part of `make test`."""
-_FOR_ALL = ("swiglu", "move", "digests", "w4a16 of 8b", "widened w4a16")
+_FOR_ALL = (
+    "swiglu",
+    "move",
+    "digests",
+    "w4a16 of 8b",
+    "widened w4a16",
+    "columns of heads of 512",
+    "delta rule",
+    "scan",
+)
 SELECTED = {
     "sm_80": (
         *_FOR_ALL,
@@ -220,6 +280,9 @@ SELECTED = {
     "sm_100": (
         *_FOR_ALL,
         "norm of 16,384",
+        "columns in float32",
+        "delta rule of 256",
+        "delta rule with decays of rows",
         "rotary of heads of 256",
         "lora of rank 512",
         "w8a8 of 8b",
@@ -230,6 +293,7 @@ SELECTED = {
     "sm_120": (
         *_FOR_ALL,
         "norm of 896 in float32",
+        "scan of 256",
         "rotary with norm",
         "lora in float32",
         "w8a16 in float32",

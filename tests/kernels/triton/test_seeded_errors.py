@@ -12,11 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
+from torch import Tensor
 
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.lora.lora_linear import LoraOps
+from pdserve.kernels.state.state_backend import StateBackend
 from tests.kernels.layer_ops_contract import LayerOpsContract
 from tests.kernels.lora_contract import MAX_LORAS, LoraContract
+from tests.kernels.state_contract import BLOCK_SIZE, StateContract
 from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers, check_stored_rows
 from tests.support.kernels.attention_cases import check_step, make_case, make_spec
 from tests.support.kernels.seeded_kernels import Copies, SeededError, copied_kernels
@@ -81,6 +84,21 @@ def lora(check: Callable[[LoraContract], None]) -> Check:
     return run
 
 
+def states(check: Callable[[StateContract], None]) -> Check:
+    """One test of the contract."""
+
+    def run(copies: Copies) -> None:
+        class TestCopies(StateContract):
+            def make_backend(self, kv_cache: Tensor) -> StateBackend:
+                backend: StateBackend = copies.states.TritonStateBackend(kv_cache, BLOCK_SIZE)
+                return backend
+
+        torch.manual_seed(0)
+        check(TestCopies())
+
+    return run
+
+
 def large_pool(copies: Copies) -> None:
     check_pool_of_many_numbers(copies.attention.TritonAttentionBackend, "decode")
 
@@ -92,6 +110,7 @@ def stored_rows(copies: Copies) -> None:
 DECODES = attention(decodes=[1, 37, 300])
 CHUNKS = attention(prefills=[(17, 30), (0, 21)])
 WINDOWS = attention(decodes=[60], prefills=[(17, 30)], window=13)
+CHUNKED = attention(decodes=[60], prefills=[(17, 30)], chunk=13)
 CAPPED = attention(prefills=[(17, 30)], softcap=2.0)
 SUNK = attention(decodes=[1, 300], prefills=[(17, 30)], sinks=True)
 BIASED = attention(decodes=[1, 300], prefills=[(17, 30)], distance_bias=True)
@@ -107,12 +126,19 @@ MULTIPLIED = layer_ops(lambda contract: contract.test_swiglu(torch.float32, 5, 1
 MOVED = layer_ops(lambda contract: contract.test_blocks_are_moved_whole(torch.bfloat16, (2, 80)))
 DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_processor(1016))
 ADAPTED = lora(lambda contract: contract.test_sizes(torch.float32, 100, (70, 33), (9, 16)))
+SEQUENCES = [(1, 5), (1, 8), (1, 1), (1, 0)]
+CONVOLVED = states(
+    lambda contract: contract.test_convolve(SEQUENCES, torch.float32, 4, 33, 4, [0, 0, 1, 1], True, True)
+)
+DELTA_RULED = states(lambda contract: contract.test_delta_rule(SEQUENCES, 2, 3, (8, 5), by_row=True))
+SCANNED = states(lambda contract: contract.test_selective_scan(SEQUENCES, 2, 3, (5, 8)))
 CHECKS = {
-    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "sunk": SUNK, "biased": BIASED, "seven": SEVEN,
+    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "chunked": CHUNKED, "capped": CAPPED, "sunk": SUNK,
+    "biased": BIASED, "seven": SEVEN,
     "two parts": TWO_PARTS, "latent decodes": LATENT_DECODES, "latent chunks": LATENT_CHUNKS, "stored rows": stored_rows,
     "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
-    "adapted": ADAPTED,
+    "adapted": ADAPTED, "convolved": CONVOLVED, "delta-ruled": DELTA_RULED, "scanned": SCANNED,
 }  # fmt: skip
 
 DECODE, PREFILL, TILE, STORE = (
@@ -168,8 +194,9 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "a full tile that is not": (
         SeededError(PREFILL, "(first_position + 1 if CAUSAL", "(first_position + 8 if CAUSAL"), CHUNKS, WRONG),
     "a window that is one too wide": (
-        SeededError(PREFILL, "(at[None, :] > position[:, None] - WINDOW)", "(at[None, :] >= position[:, None] - WINDOW)"),
-        WINDOWS, WRONG),
+        SeededError(PREFILL, "return position - WINDOW + 1", "return position - WINDOW"), WINDOWS, WRONG),
+    "a chunk that begins a key too early": (
+        SeededError(PREFILL, "return position // WINDOW * WINDOW", "return position // WINDOW * WINDOW - 1"), CHUNKED, WRONG),
     "sums that do not fade": (
         SeededError(TILE, "acc * fade[:, None]", "acc"), CHUNKS, WRONG),
     "denominators that do not fade": (
@@ -238,6 +265,24 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
         SeededError("lora_products.py", "for split in range(SPLITS):", "for split in range(SPLITS - 1):"), ADAPTED, WRONG),
     "the matrices of another slot": (
         SeededError("lora_products.py", "b_rows = b + (slot * MAX_RANK", "b_rows = b + ((slot ^ 1) * MAX_RANK"), ADAPTED, WRONG),
+    # states
+    "two heads write the channels of their group": (
+        SeededError("state_steps.py", "if tl.load(run + 4) == 1:", "if True:"), CONVOLVED, Race),
+    "a column kept in its old place": (
+        SeededError("state_steps.py", "to = states + after * block_stride + kept - 1", "to = states + after * block_stride + kept"),
+        CONVOLVED, (OutOfBounds, Race, WRONG)),
+    "a state before the first token": (
+        SeededError("state_steps.py", "mask=here & (before >= 0), other=0.0)", "mask=here, other=0.0)", 2),
+        DELTA_RULED, (OutOfBounds, WRONG)),
+    "the first row's decay for all": (
+        SeededError("state_steps.py", "tl.load(decays + r, mask=r < ROWS, other=0.0))[:, None]", "tl.load(decays))"),
+        DELTA_RULED, WRONG),
+    "padding that is written": (
+        SeededError("state_steps.py", "state, mask=here & (after >= 0))", "state, mask=here)", 2),
+        SCANNED, (OutOfBounds, Race, WRONG)),
+    "the state before overwritten": (
+        SeededError("state_steps.py", "tl.store(states + after * block_stride + numbers, state, mask",
+                    "tl.store(states + tl.maximum(before, 0) * block_stride + numbers, state, mask", 2), SCANNED, (Race, WRONG)),
 }  # fmt: skip
 FAST = {"a load without its mask", "rows of a tile's end belong to the next tile", "a slot behind the last token"}
 """The part of `make test`."""

@@ -92,7 +92,7 @@ class Rig:
                     yield event
 
         self.server = make_server()
-        servicer = Counting(
+        self.servicer = servicer = Counting(
             self.transfers,
             ConnectorSet([self.source_connector]),
             self.layout,
@@ -148,8 +148,8 @@ class Rig:
 
     # ---- the two calls
 
-    def expect(self) -> SourceTransfer:
-        expected = ExpectedTransfer(TRANSFER_ID, "r.0.0", RECEIVER, DIGEST, 20.0, NUM_BLOCKS)
+    def expect(self, draft_head: str = "") -> SourceTransfer:
+        expected = ExpectedTransfer(TRANSFER_ID, "r.0.0", RECEIVER, DIGEST, 20.0, NUM_BLOCKS, draft_head)
         return self.transfers.expect(expected)
 
     def receive(self, **changes: Any) -> ReceiverTransfer:
@@ -159,6 +159,7 @@ class Rig:
             "epoch": SOURCE_EPOCH,
             "transfer_id": TRANSFER_ID,
             "request_digest": DIGEST,
+            "without_draft_head": False,
         }
         ref = SourceRef(address="", **(fields | {name: changes.pop(name) for name in fields if name in changes}))
         connectors = changes.get("connector_set") or ConnectorSet([self.receiver_connector])

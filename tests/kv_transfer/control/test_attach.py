@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import LayoutMismatch, TransferFailed
-from pdserve.common.kv_layout import FORMAT
+from pdserve.common.kv_layout import FORMAT, KvLayout
 from pdserve.common.request.wire.messages import layout_to_wire
 from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
 from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
-from tests.support.models.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout, with_head
 from tests.support.run.waiting import HANG_S
 from tests.support.transfers.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
@@ -141,6 +141,58 @@ async def test_i8_a_wrong_reference_is_refused_and_leaves_the_right_one_alone(
     assert not source.has_ended
     right = rig.receive()
     await until(lambda: right.state is ReceiverState.ATTACHED)
+
+
+HEAD = with_head(LAYOUT)
+OTHER_HEAD = with_head(LAYOUT, "other")
+THREE_RANKS = msgspec.structs.replace(with_head(LAYOUT, num_layers=2), tp_size=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected", "receiver", "said"),
+    [
+        (HEAD, "", HEAD, "none here, mtp there"),
+        (HEAD, "mtp", LAYOUT, "mtp here, none there"),
+        (HEAD, "", OTHER_HEAD, "none here, other there"),
+        (LAYOUT, "", HEAD, "none here, mtp there"),
+        (LAYOUT, "", THREE_RANKS, "none here, mtp there"),
+        (THREE_RANKS, "mtp", LAYOUT, "mtp here, none there"),
+    ],
+    ids=["moved", "not moved", "another", "the source has none", "ranks", "ranks at the source"],
+)
+async def test_i14_a_receiver_that_expects_the_blocks_of_another_draft_head_is_refused(
+    rig: Any, until: Any, source: KvLayout, expected: str, receiver: KvLayout, said: str
+) -> None:
+    """Than the prefill call said: blocks would have other numbers at both ends."""
+    rig.servicer._layout = source
+    right = source.moved(without_draft_head=not expected)
+    transfer = rig.expect(expected)
+    wrong = rig.receive(layout=receiver)
+    await until(lambda: wrong.state is ReceiverState.FAILED)
+    assert type(rig.owner.cause) is TransferFailed
+    assert rig.owner.cause.message.endswith(f"of another draft head: {said}")
+    assert not transfer.has_ended
+    if right.tp_size == 1:
+        welcome = rig.receive(layout=right)
+        await until(lambda: welcome.state is ReceiverState.ATTACHED)
+
+
+async def test_i14_a_receiver_leaves_out_the_draft_head_of_which_the_decode_call_says_so(rig: Any, until: Any) -> None:
+    source = rig.expect()
+    transfer = rig.receive(layout=HEAD, without_draft_head=True)
+    transfer.room(0, [10], [0])
+    await until(lambda: source.is_wanted)
+    rig.settle(source, 0, 1)
+    rig.compute(source)
+    await until(lambda: transfer.state is ReceiverState.LANDED)
+
+
+async def test_i14_a_layout_whose_only_group_is_a_draft_head_is_refused_by_name(rig: Any, until: Any) -> None:
+    rig.expect()
+    transfer = rig.receive(layout=msgspec.structs.replace(LAYOUT, draft_head="mtp"))
+    await until(lambda: transfer.state is ReceiverState.FAILED)
+    assert type(rig.owner.cause) is LayoutMismatch
+    assert "group_shapes: (0,) != ()" in rig.owner.cause.message
 
 
 async def test_i8_a_released_transfer_is_never_served_again(

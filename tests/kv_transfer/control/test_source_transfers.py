@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from pdserve.common.errors import Draining, TransferFailed
@@ -104,6 +105,24 @@ async def test_i8_another_receiver_epoch_or_request_is_refused(before: bool, rec
         await attaching
     # the right one is still welcome
     transfer = await transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0)
+    assert owner.heard == []
+    transfer.cancel()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("ours", "theirs"), [("", "mtp"), ("mtp", ""), ("mtp", "other")])
+async def test_i14_a_receiver_that_expects_another_draft_head_is_refused(before: bool, ours: str, theirs: str) -> None:
+    transfers, owner = make()
+    there = msgspec.structs.replace(expected(), draft_head=ours)
+    if not before:
+        transfers.expect(there)
+    attaching = asyncio.create_task(transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0, draft_head=theirs))
+    await turns()
+    if before:
+        transfers.expect(there)
+    with pytest.raises(TransferFailed, match=f"{ours or 'none'} here, {theirs or 'none'} there"):
+        await attaching
+    transfer = await transfers.attach(TRANSFER_ID, RECEIVER, DIGEST, SourceEnd(), 0, draft_head=ours)
     assert owner.heard == []
     transfer.cancel()
 

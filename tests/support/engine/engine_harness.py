@@ -32,11 +32,21 @@ from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, StateSpec, pools_of
+from pdserve.models.kv_cache import (
+    ChunkedLocalAttentionSpec,
+    DraftHeadSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    StateSpec,
+    pools_of,
+)
 from pdserve.models.weights.weight_loader import Quantization
 from tests.support.engine.hash_model import (
+    HEAD,
     STATE,
     VOCAB_SIZE,
+    Chunk,
     HashModel,
     Window,
     make_backends,
@@ -57,6 +67,10 @@ def specs_of(sliding_window: Window) -> tuple[KVCacheSpec, ...]:
 def _spec_of(window: int | None) -> KVCacheSpec:
     if window == STATE:
         return StateSpec()
+    if window == HEAD:
+        return DraftHeadSpec()
+    if isinstance(window, Chunk):
+        return ChunkedLocalAttentionSpec(int(window))
     return FullAttentionSpec() if window is None else SlidingWindowSpec(window)
 
 
@@ -280,6 +294,10 @@ class Harness:
         held = HeldLoads(self.core.executor, self.kv_cache, self.host_cache)
         self.core.executor = held
         return held
+
+    @property
+    def has_draft_head(self) -> bool:
+        return isinstance(self.config.kv_cache_specs[-1], DraftHeadSpec)
 
     def running(self) -> list[str]:
         return list(self.scheduler.running)

@@ -91,8 +91,9 @@ class Pair:
         of_d = fields if embeds is None else fields | {"prompt_embeds": embeds.without_data()}
         if "mm_features" in fields:
             of_d = of_d | {"mm_features": without_pixels(fields["mm_features"])}
-        self.d.add(prompt, attempt, remote_prefill=True, **of_d)
-        self.p.add(prompt, attempt, transfer_source=True, **fields)
+        head = {"without_draft_head": self.p.has_draft_head != self.d.has_draft_head}
+        self.d.add(prompt, attempt, remote_prefill=True, **of_d, **head)
+        self.p.add(prompt, attempt, transfer_source=True, **fields, **head)
 
     def _place_evicted(self) -> None:
         """Place evicted requests again, as the router does."""
@@ -221,6 +222,7 @@ class Pair:
                 wanted_from=transfer.room.first_index,
                 params={"max_tokens": 60},
                 mm_features=transfer.fields.get("mm_features", []),
+                without_draft_head=self.p.has_draft_head != self.d.has_draft_head,
             )
 
     def _move(self) -> None:

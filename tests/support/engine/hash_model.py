@@ -30,6 +30,16 @@ _OF_GROUP = 1 << 24
 _UNWRITTEN = -7
 STATE = 0
 """In place of a window: the group keeps a state per sequence."""
+HEAD = -1
+"""In place of the last window: the group is that of a draft head, whose entries the next token does not depend on."""
+_OF_HIDDEN, _HIDDEN = 1 << 32, 997
+"""A draft head's entry of a token holds the remainder of the hidden state there, and the next token."""
+
+
+class Chunk(int):
+    """In place of a window: a query sees the tokens of its own chunk of so many positions."""
+
+
 Window = int | None | tuple[int | None, ...]
 """Tokens that a query sees, None for all; one for each KV cache group, if there are several."""
 
@@ -66,6 +76,25 @@ def state_block(token_ids: Sequence[int], block_size: int, group: int) -> list[i
     return [_rolled(0, values)[-1], len(token_ids), *[0] * (block_size - 2)]
 
 
+def head_block(token_ids: Sequence[int], block_size: int, window: Window) -> list[int]:
+    """The content of a draft head's last block of these tokens, with token 0 after them. window: of the model, with the head's."""
+    return draft_entries([*token_ids, 0], window)[-block_size:]
+
+
+def draft_entries(token_ids: Sequence[int], window: Window) -> list[int]:
+    """A draft head's entries of all of these tokens but the last."""
+    windows, ids = windows_of(window), np.asarray(token_ids, dtype=np.int64)
+    hidden = np.array([_hidden(ids[:end], windows) for end in range(1, len(ids))], dtype=np.int64)
+    entries: list[int] = _entries(ids[1:], np.arange(len(ids) - 1), hidden, len(windows) - 1).tolist()
+    return entries
+
+
+def _entries(
+    next_ids: NDArray[np.int64], positions: NDArray[np.int64], hidden: NDArray[np.int64], group: int
+) -> NDArray[np.int64]:
+    return _stored(next_ids, positions, group) + hidden % _HIDDEN * _OF_HIDDEN
+
+
 def _rolled(state: int, values: NDArray[np.int64]) -> list[int]:
     """The state after each value."""
     found = []
@@ -86,9 +115,16 @@ def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def _windowed_hashes(values: NDArray[np.int64], count: int, window: int) -> NDArray[np.int64]:
-    """`[count]`: of the last `window` values before the end of each of the last beginnings."""
+    """`[count]`: of the values that the last one of each of the last beginnings sees."""
     ends = range(len(values) - count + 1, len(values) + 1)
-    return np.array([_hashes(values[max(0, end - window) : end])[-1] for end in ends], dtype=np.int64)
+    return np.array([_hashes(values[first_seen(end, window) : end])[-1] for end in ends], dtype=np.int64)
+
+
+def first_seen(num_tokens: int, window: int | None) -> int:
+    """The first token that the last of `num_tokens` sees."""
+    if window is None:
+        return 0
+    return (num_tokens - 1) // window * window if isinstance(window, Chunk) else max(0, num_tokens - window)
 
 
 def windows_of(window: Window) -> tuple[int | None, ...]:
@@ -98,17 +134,24 @@ def windows_of(window: Window) -> tuple[int | None, ...]:
 
 def next_logits(token_ids: Sequence[int], window: Window = None) -> NDArray[np.float32]:
     """`[V]`: what a correct engine sees after these tokens."""
-    ids = np.asarray(token_ids, dtype=np.int64)
+    found = _hidden(np.asarray(token_ids, dtype=np.int64), windows_of(window))
+    logits: NDArray[np.float32] = _logits(np.array([found]))[0]
+    return logits
+
+
+def _hidden(ids: NDArray[np.int64], windows: Sequence[int | None]) -> int:
+    """What the model computes of the last of these tokens."""
     found = np.zeros(1, np.int64)
-    for group, of_group in enumerate(windows_of(window)):
+    for group, of_group in enumerate(windows):
+        if of_group == HEAD:
+            continue
         if of_group == STATE:
-            [state, *_] = state_block(token_ids, 2, group)
+            [state, *_] = state_block(ids.tolist(), 2, group)
             found = _joined(found, np.array([state]), group)
             continue
-        first = 0 if of_group is None else max(0, len(ids) - of_group)
+        first = first_seen(len(ids), of_group)
         found = _joined(found, _hashes(_stored(ids[first:], np.arange(first, len(ids)), group))[-1:], group)
-    logits: NDArray[np.float32] = _logits(found)[0]
-    return logits
+    return int(found[0])
 
 
 def _joined(hashes: NDArray[np.int64], of_group: NDArray[np.int64], group: int) -> NDArray[np.int64]:
@@ -176,7 +219,7 @@ class HashAttention:
         batch.verify(self._cache.shape[1])
         assert torch.equal(batch.seq_lens, batch.seq_lens_cpu)
         assert torch.equal(batch.query_start_loc, batch.query_start_loc_cpu)
-        return HashPlan(batch, self.kv_cache, spec.window)
+        return HashPlan(batch, self.kv_cache, spec.window if spec.chunk is None else Chunk(spec.chunk))
 
 
 class HashPlan:
@@ -229,6 +272,12 @@ def make_backends(kv_cache: Tensor, window: Window) -> list[LayerBackend]:
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
 
 
+def _spec_of(window: int | None, group: int) -> AttentionSpec:
+    if isinstance(window, Chunk):
+        return replace(_SPEC, chunk=int(window), kv_cache_group=group)
+    return replace(_SPEC, window=None if window == HEAD else window, kv_cache_group=group)
+
+
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
@@ -244,7 +293,7 @@ class HashModel:
             (
                 StateSpec(num_heads=1, head_size=block_size, kv_cache_group=group)
                 if of_group == STATE
-                else replace(_SPEC, window=of_group, kv_cache_group=group),
+                else _spec_of(of_group, group),
             )
             for group, of_group in enumerate(windows_of(window))
         )
@@ -263,10 +312,12 @@ class HashModel:
         self.num_tokens += total
         self.batches.append((inputs.batch.num_decodes, total - inputs.batch.num_decodes))
         found = np.zeros((total, 1), np.int64)
-        for group, [spec] in enumerate(self.attention_specs):
+        for (group, [spec]), of_group in zip(enumerate(self.attention_specs), windows_of(self.window), strict=True):
+            if of_group == HEAD:
+                continue
             values = _stored(inputs.token_ids.numpy(), inputs.positions.numpy(), group)
             if isinstance(plan := inputs.plans[spec], StatePlan):
-                found = _joined(found, self._states(plan, values, inputs.positions.numpy()), group)
+                found = _joined(found, self._states(plan, torch.from_numpy(values), inputs.positions), group)
                 continue
             plan = attention_plan(plan)
             stored = torch.from_numpy(values).view(-1, 1, 1)
@@ -274,9 +325,21 @@ class HashModel:
             found = _joined(found, plan.attend(0, stored, stored, stored).numpy(), group)
         return inputs.read_rows(torch.from_numpy(found))
 
-    @staticmethod
-    def _states(plan: StatePlan, values: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def draft(self, inputs: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Decoder.draft`. What it predicts is what the model did."""
+        assert inputs.token_ids is not None
+        group = len(self.attention_specs) - 1
+        [spec] = self.attention_specs[group]
+        entries = _entries(inputs.token_ids.numpy(), inputs.positions.numpy(), hidden.numpy()[:, 0], group)
+        attention_plan(inputs.plans[spec]).store(0, torch.from_numpy(entries), torch.from_numpy(entries))
+        read = inputs.read_rows(hidden)
+        return read, read
+
+    @classmethod
+    def _states(cls, plan: StatePlan, contents: Tensor, places: Tensor) -> NDArray[np.int64]:
         """`[T, 1]`: the state after each token."""
+        plan.keep(cls._states, contents, places)
+        values, positions = contents.numpy(), places.numpy()
         before = plan.read(0)
         after = torch.zeros_like(before)
         found = np.full((len(values), 1), -1, np.int64)

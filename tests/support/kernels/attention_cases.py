@@ -141,6 +141,8 @@ def dense_attention(case: Case, spec: AttentionSpec) -> Tensor:
             scores = scores + bias[:, (position - key).clamp(0, bias.shape[1] - 1)]
         if spec.window is not None:
             hidden |= key <= position - spec.window
+        if spec.chunk is not None:
+            hidden |= key // spec.chunk < position // spec.chunk
         scores = scores.masked_fill(hidden, -torch.inf)
         if spec.sinks:
             sinks = sinks_of(case, spec).double().view(-1, 1, 1).expand(-1, stop - start, 1)

@@ -37,6 +37,8 @@ class Copies:
     """`attention/triton_attention.py`"""
     layer_ops: ModuleType
     lora_ops: ModuleType
+    states: ModuleType
+    """`triton_states.py`"""
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def copied_kernels(folder: Path, error: SeededError | None) -> Iterator[Copies]:
             triton.knobs.runtime.interpret = False
             modules = [
                 importlib.import_module(f"{_COPY}.{name}")
-                for name in ("attention.triton_attention", "layer_ops", "lora_ops")
+                for name in ("attention.triton_attention", "layer_ops", "lora_ops", "triton_states")
             ]
         yield Copies(*modules)
     finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,11 +117,13 @@ def make_other_family(
     max_shard_size: str = "5GB",
     dtype: torch.dtype = torch.float32,
     kind: Any = AutoModelForCausalLM,
+    whole: tuple[str, Mapping[str, Any]] | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of any causal language model in `transformers` into `folder`, and return the model.
 
-    There is no tokenizer beside it. kind: one of transformers' auto classes. `overrides` are fields of its configuration.
+    There is no tokenizer beside it. kind: one of transformers' auto classes. whole: (type, other fields) of a model of which it is
+    the language model; None: it is alone. `overrides` are fields of its configuration.
     """
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -127,10 +131,14 @@ def make_other_family(
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
     }  # fmt: skip
     config = CONFIG_MAPPING[model_type](**(fields | overrides))
+    if whole is not None:
+        config = CONFIG_MAPPING[whole[0]](
+            text_config=config, tie_word_embeddings=config.tie_word_embeddings, **deepcopy(dict(whole[1]))
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = kind.from_config(config)
-        if hasattr(config, "num_experts_per_tok"):
+        if any(hasattr(config.get_text_config(), name) for name in ("num_experts_per_tok", "top_k_experts")):
             # the default takes only sizes that are multiples of 8
             model.set_experts_implementation("eager")
         for name, weight in model.named_parameters():
@@ -140,12 +148,21 @@ def make_other_family(
                 weight.uniform_(centre - 0.5, centre + 0.5)
             elif name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.5)
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                weight.uniform_(0.5, 1.5)
             elif name.endswith("A_log"):
                 # with transformers' first values a state forgets each token at once, and a wrong one changes nothing
                 weight.uniform_(-4.0, -1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_complex():
+                    # positions of an encoder that no text reaches, which have no real dtype
+                    setattr(module, name, buffer.real.clone())
     model.to(dtype).eval().save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.support.models.checkpoints import make_other_family, save_tokenizer
 
@@ -60,6 +60,15 @@ _MIMO: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "mlp_layer_types": None,
 }  # fmt: skip
+_CHUNKED: dict[str, Any] = {
+    "no_rope_layer_interval": 3,
+    "intermediate_size_mlp": 72,
+    "floor_scale": 7,
+    "attn_scale": 0.5,
+}
+_GEMMA4: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_expand": 2, "mamba_chunk_size": 16}
 _NEMOTRON = {
     "mamba_num_heads": 16, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 16, "n_routed_experts": 8,
@@ -70,6 +79,7 @@ _KIMI = {
     "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 20, "num_shared_experts": 2, "linear_num_heads": 4,
     "linear_head_dim": 8,
 }  # fmt: skip
+_PURE_MAMBA = {"state_size": 12, "expand": 2, "layer_norm_epsilon": 1e-5}
 _FOUR_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
 _DELTA_SHAPE = {
     "linear_num_key_heads": 2,
@@ -320,6 +330,109 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "mlp_bias": True,
         },
     ],
+    "falcon_h1": [
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 96,
+            "embedding_multiplier": 5.7,
+            "lm_head_multiplier": 0.3,
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.35, 0.25, 0.6, 0.5, 0.7],
+            "mlp_multipliers": [0.9, 0.6],
+        },
+        {
+            **_MAMBA,
+            "mamba_n_heads": 12,
+            "mamba_n_groups": 3,
+            "mamba_d_ssm": 48,
+            "mamba_d_conv": 2,
+            "mamba_rms_norm": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": False,
+            "attention_bias": True,
+            "attention_in_multiplier": 1.3,
+            "ssm_in_multiplier": 0.8,
+        },
+        {
+            **_MAMBA,
+            "mamba_n_heads": 8,
+            "mamba_d_ssm": 32,
+            "mamba_conv_bias": False,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "mlp_multipliers": [1.2, 1.0],
+        },
+    ],
+    "mamba2": [
+        {**_PURE_MAMBA, "hidden_size": 64, "num_heads": 16, "head_dim": 8, "n_groups": 2},
+        {
+            **_PURE_MAMBA,
+            "hidden_size": 48,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 1,
+            "conv_kernel": 2,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        {
+            **_PURE_MAMBA,
+            "hidden_size": 40,
+            "num_heads": 24,
+            "head_dim": 5,
+            "expand": 3,
+            "n_groups": 3,
+            "vocab_size": 203,
+            "num_hidden_layers": 5,
+            "max_shard_size": "30KB",
+        },
+    ],
+    "mamba": [
+        {**_PURE_MAMBA, "hidden_size": 64},
+        {**_PURE_MAMBA, "conv_kernel": 2, "use_conv_bias": False, "use_bias": True, "tie_word_embeddings": True},
+        {**_PURE_MAMBA, "hidden_size": 40, "expand": 3, "time_step_rank": 7, "num_hidden_layers": 5},
+    ],
+    "falcon_mamba": [
+        {**_PURE_MAMBA, "hidden_size": 64, "mixer_rms_eps": 1e-4},
+        {**_PURE_MAMBA, "conv_kernel": 3, "use_bias": True, "time_step_rank": 5, "tie_word_embeddings": False},
+    ],
+    "jamba": [
+        {
+            "mamba_d_state": 12,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+        {
+            "mamba_d_state": 7,
+            "mamba_d_conv": 2,
+            "mamba_dt_rank": 5,
+            "mamba_expand": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 2,
+            "num_experts": 3,
+            "num_experts_per_tok": 3,
+        },
+        {
+            "mamba_d_state": 9,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+        },
+    ],
     "qwen3_5_text": [
         {**_DELTA_SHAPE, "num_hidden_layers": 4, "rope_parameters": _DELTA_ROPE, "head_dim": 16},
         {
@@ -479,6 +592,44 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"embedding_multiplier": 1.7, "attention_multiplier": 0.2, "residual_multiplier": 1.3, "attention_bias": True},
         {"residual_multiplier": 0.5, "mlp_bias": True},
     ],
+    "llama4_text": [
+        {**_CHUNKED, "attention_chunk_size": 13, "num_local_experts": 5, "num_experts_per_tok": 1, "use_qk_norm": True},
+        {
+            **_CHUNKED,
+            "attention_chunk_size": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 2,
+            "attention_bias": True,
+        },
+        {
+            **_CHUNKED,
+            "attention_chunk_size": 24,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [0, 1, 1, 0, 1],
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {
+            **_CHUNKED,
+            "attention_chunk_size": 5,
+            "num_local_experts": 4,
+            "attn_temperature_tuning": False,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 1, 0],
+            "num_hidden_layers": 3,
+        },
+    ],
     "smollm3": [
         {},
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 17},
@@ -505,6 +656,58 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    ],
+    "gemma4_text": [
+        {
+            **_GEMMA4,
+            "sliding_window": 13,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+        },
+        {
+            **_GEMMA4,
+            "sliding_window": 9,
+            "layer_types": [*_MIXED[:2], "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "global_head_dim": 20,
+            "final_logit_softcapping": 7.0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 18,
+        },
+        {
+            **_GEMMA4,
+            "sliding_window": 30,
+            "global_head_dim": 48,
+            "attention_k_eq_v": True,
+            "attention_bias": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 20,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "factor": 8.0,
+                    "rope_theta": 5000.0,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        {
+            **_GEMMA4,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 40,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 330,
         },
     ],
     "glm4": [
@@ -539,8 +742,33 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 """Family (`model_type`) -> fields of its own, tried in turn with the shapes. The first combination is the family's plain case."""
 
 
+WHOLES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma4": (
+        "gemma4_text",
+        {
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+                "num_key_value_heads": 2, "position_embedding_size": 16,
+            },
+            "audio_config": None,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+                "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24, "patch_size": 14,
+            },
+        },
+    ),
+}  # fmt: skip
+"""Models with other parts that are not computed -> their language model, and fields of their configuration."""
+
+
 def cases(family: str) -> list[dict[str, Any]]:
-    """Fields of the configuration: each shape and each option at least once."""
+    """Fields of the configuration: each shape and each option at least once; of a model with other parts, of its language model."""
+    family, _ = WHOLES.get(family, (family, None))
     options, shapes = OPTIONS[family], list(SHAPES.values())
     longer, shorter = (shapes, options) if len(shapes) >= len(options) else (options, shapes)
     return [_completed({**one, **other}) for one, other in zip(longer, cycle(shorter), strict=False)]
@@ -571,8 +799,12 @@ def make_family(
     shard_size = fields.get("max_shard_size", "5GB")
     # classes of configurations change what they are given
     others = {name: deepcopy(value) for name, value in fields.items() if name != "max_shard_size"}
+    whole = None
+    if family in WHOLES:
+        kind, whole = AutoModelForImageTextToText, (family, WHOLES[family][1])
+        family, _ = WHOLES[family]
     return make_other_family(
-        folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, **others
+        folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, whole=whole, **others
     )
 
 
@@ -597,6 +829,24 @@ def make_mixed_model(folder: Path) -> Path:
     folder."""
     folder.mkdir(exist_ok=True)
     make_family(folder, "mimo_v2_flash", cases("mimo_v2_flash")[0])
+    save_tokenizer(folder)
+    return folder
+
+
+def make_chunked_model(folder: Path) -> Path:
+    """A checkpoint of Llama 4 with its tokenizer: 4 layers, three of them with chunks of 13 positions; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, "llama4_text", cases("llama4_text")[0])
+    save_tokenizer(folder)
+    return folder
+
+
+def make_gemma4_model(folder: Path) -> Path:
+    """A checkpoint of Gemma 4 with its tokenizer: layers without a window have one KV head of 40 numbers, others two of 16; three
+    of six layers use keys of earlier ones, and all read ids of tokens; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    fields = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False}
+    make_family(folder, "gemma4_text", {**OPTIONS["gemma4_text"][3], **fields})
     save_tokenizer(folder)
     return folder
 

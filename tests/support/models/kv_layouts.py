@@ -39,3 +39,16 @@ def with_shape(layout: KvLayout, **fields: Any) -> KvLayout:
 def with_windows(layout: KvLayout, *windows: int) -> KvLayout:
     """The layout with groups of its only shape that have these windows."""
     return msgspec.structs.replace(layout, group_shapes=(0,) * len(windows), group_windows=windows)
+
+
+def with_head(layout: KvLayout, name: str = "mtp", **fields: Any) -> KvLayout:
+    """The layout with the group of a draft head. fields: in which the shape of its blocks differs from the first."""
+    shape = msgspec.structs.replace(layout.shapes[0], **fields)
+    shapes = tuple(dict.fromkeys((*layout.shapes, shape)))
+    return msgspec.structs.replace(
+        layout,
+        shapes=shapes,
+        group_shapes=(*layout.group_shapes, shapes.index(shape)),
+        group_windows=(*layout.group_windows, 0),
+        draft_head=name,
+    )

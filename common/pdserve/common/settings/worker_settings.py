@@ -112,7 +112,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Folder whose subfolders are adapters, each by its name; looked at every second, so that they come and go at run time."""
     attention_backend: str = "auto"
     """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `native` on
-    CPUs, with decode attention in C++ where that is built, `triton` on GPUs, as `sdpa`, which is `triton` with torch's fused
+    CPUs, with attention and states in C++ where that is built, `triton` on GPUs, as `sdpa`, which is `triton` with torch's fused
     attention within full prompt chunks; any other name is an entry point of the group `pdserve.attention_backends`, imported only
     when this setting names it."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"

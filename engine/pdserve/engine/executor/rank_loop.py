@@ -55,8 +55,10 @@ class RankLoop:
                 self._read()
                 grammar = None if late_req_ids is None else GrammarOutput(late_req_ids=late_req_ids)
                 self._unread = self.runner.sample_tokens(grammar)
-            case ReadRuns(num_tokens, drafts):
+            case ReadRuns(num_tokens, drafts, writes_states):
                 self._read(num_tokens, drafts=drafts)
+                if writes_states:
+                    self._group.minimum(0)
             case CopyBlocks(kv_stores, kv_loads):
                 self._copy(SchedulerOutput(kv_stores=kv_stores, kv_loads=kv_loads))
             case EndLoads(load_ids):

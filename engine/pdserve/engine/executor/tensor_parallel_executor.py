@@ -62,6 +62,8 @@ class TensorParallelExecutor:
         """True if the result of the last sampled step was not waited for."""
         self._has_drafts = False
         """True if the last step that `execute_model` began has drafts."""
+        self._has_tentative = False
+        """True if it has states that are written when it is read."""
         with suppress(PdServeError):  # `check_health` raises it
             ranks.send(NewEngine())
 
@@ -84,6 +86,7 @@ class TensorParallelExecutor:
         if scheduled.kv_stores or scheduled.kv_loads:  # `CopyBlocks` has had them
             sent = msgspec.structs.replace(sent, kv_stores=[], kv_loads={})
         self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
+        self._has_tentative = bool(scheduled.tentative_req_ids)
         message = ExecuteModel(sent, reads_first=not self._is_unread)
         self._together(message, lambda: self.runner.execute_model(scheduled))
 
@@ -91,20 +94,25 @@ class TensorParallelExecutor:
         message = SampleTokens(None if grammar is None else grammar.late_req_ids)
         pending = self._together(message, lambda: self.runner.sample_tokens(grammar))
         self._is_unread = True
-        return _RankZeroResult(self, pending, self._has_drafts)
+        return _RankZeroResult(self, pending, self._has_drafts, self._has_tentative)
 
-    def read(self, pending: PendingOutput, *, has_drafts: bool) -> ModelRunnerOutput:
-        """Wait for a step. Which of its drafts stand depends on rules and errors that only this rank has."""
+    def read(self, pending: PendingOutput, *, has_drafts: bool, has_tentative: bool) -> ModelRunnerOutput:
+        """Wait for a step. Which of its drafts stand depends on rules and errors that only this rank has.
+
+        With tentative states it returns when all ranks have written them, since their blocks may then have another owner.
+        """
 
         def send_runs(output: ModelRunnerOutput) -> None:
-            if has_drafts or self.runner.ranks_draft:
+            if has_drafts or has_tentative or self.runner.ranks_draft:
                 added = zip(output.req_ids, output.sampled_token_ids, strict=True)
                 runs = {req_id: len(token_ids) for req_id, token_ids in added}
-                self._ranks.send(ReadRuns(runs, self.runner.ranks_draft))
+                self._ranks.send(ReadRuns(runs, self.runner.ranks_draft, has_tentative))
 
         with _without_interrupts():
             output = self._ranks.attempt(lambda: pending.result(on_read=send_runs))
             self._is_unread = False
+            if has_tentative:
+                self._ranks.attempt(lambda: self._ranks.group.minimum(0))
         return output
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
@@ -143,13 +151,16 @@ class TensorParallelExecutor:
 
 
 class _RankZeroResult:
-    def __init__(self, executor: TensorParallelExecutor, pending: PendingOutput, has_drafts: bool) -> None:
+    def __init__(
+        self, executor: TensorParallelExecutor, pending: PendingOutput, has_drafts: bool, has_tentative: bool
+    ) -> None:
         self._executor = executor
         self._pending = pending
         self._has_drafts = has_drafts
+        self._has_tentative = has_tentative
 
     def result(self) -> ModelRunnerOutput:
-        return self._executor.read(self._pending, has_drafts=self._has_drafts)
+        return self._executor.read(self._pending, has_drafts=self._has_drafts, has_tentative=self._has_tentative)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class KVCacheCoordinator:
         """`computed`, the pool's hit, with as many further places as pool and host-memory tier have together; None: a block that
         only the tier has.
 
-        block_hashes: of the sequence's full blocks. computed: per group; a group may have more places than the first, of blocks
+        block_hashes: of the sequence's full blocks. computed: per group; a group may have more places than another, of blocks
         that no token needs. in_tier: True for the name of a block in the tier.
         """
 
@@ -100,7 +100,7 @@ class KVCacheCoordinator:
 
             return lambda index: all(has(manager, index) for manager in managers)
 
-        first, num_hit = len(computed[0]), len(block_hashes)
+        first, num_hit = min(map(len, computed)), len(block_hashes)
         in_full = in_any(self._full)
         num_hit = next((index for index in range(first, num_hit) if not in_full(index)), num_hit)
         is_stable = False

@@ -26,10 +26,15 @@ from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Room
-from pdserve.engine.kv_cache.single_type_kv_cache_manager import DraftHeadManager, RestingBlocks, first_sent
+from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
+    DraftHeadManager,
+    RestingBlocks,
+    StateManager,
+    first_sent,
+)
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import BlockCounts
-from pdserve.models.kv_cache import DraftHeadSpec, FullAttentionSpec, KVCacheSpec, group_windows
+from pdserve.models.kv_cache import DraftHeadSpec, FullAttentionSpec, KVCacheSpec, group_chunks, group_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,8 @@ class KVCacheBlocks:
     """Per KV cache group; empty for none in any. None: a block that is loaded from the host-memory tier."""
 
     def __len__(self) -> int:
-        """Blocks of the first group: of a hit, those of each group."""
-        return len(self.blocks[0]) if self.blocks else 0
+        """Places that every group has: of a hit, those of each."""
+        return min(map(len, self.blocks), default=0)
 
     @property
     def is_null(self) -> bool:
@@ -76,11 +81,13 @@ class KVCacheManager:
         self.num_groups = len(specs)
         self.keeps_every_block = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
         """True if there is one group, of which a sequence keeps all blocks."""
+        self.has_states = self.coordinator.has_states
+        """True if a group has states, which no step can take back."""
         self.per_place = self.coordinator.by_shape([1] * len(specs))
         """Blocks of a place, one in each group."""
-        self._group_windows = group_windows(specs)
+        self._group_windows, self._group_chunks = group_windows(specs), group_chunks(specs)
         moved = specs[:-1] if isinstance(specs[-1], DraftHeadSpec) else specs
-        self._moved_windows = group_windows(moved)
+        self._moved_windows, self._moved_chunks = group_windows(moved), group_chunks(moved)
         """Of the groups without that of a draft head."""
         self._hasher = hasher
         self._num_remembered: dict[str, int] = {}
@@ -156,13 +163,22 @@ class KVCacheManager:
     def chunk(self, request: Request, num_computed_tokens: int, num_tokens: int) -> int:
         """Tokens of a step that may compute `num_tokens` of a sequence.
 
-        With states, no more than up to the last full block: the prefix cache has the state where a step ends.
+        With states, no more than up to the last full block: the prefix cache has the state where a step ends. The last token of a
+        sequence with a grammar is computed by itself, since it is computed again if its mask is late.
         """
-        if num_tokens <= 1 or not self.coordinator.has_states or not self.pool.enables_caching:
+        if num_tokens <= 1 or not self.has_states:
             return num_tokens
-        end = min(num_computed_tokens + num_tokens, request.num_tokens - 1)
-        num_full = end // self.block_size * self.block_size
-        return num_full - num_computed_tokens if num_full > num_computed_tokens else num_tokens
+        num_before = request.num_tokens - 1 - num_computed_tokens
+        if self.pool.enables_caching:
+            end = num_computed_tokens + min(num_tokens, num_before)
+            num_full = end // self.block_size * self.block_size
+            if num_full > num_computed_tokens:
+                return num_full - num_computed_tokens
+        return num_tokens if request.grammar is None else min(num_tokens, num_before)
+
+    def num_drafts_in_block(self, request: Request) -> int:
+        """Drafts that have room in the block of a sequence's last known token."""
+        return self.block_size - 1 - (request.num_tokens - 1) % self.block_size
 
     def allocate_slots(
         self,
@@ -203,6 +219,10 @@ class KVCacheManager:
     def places(self, count: int) -> BlockCounts:
         """Blocks of as many places."""
         return tuple(count * of_place for of_place in self.per_place)
+
+    def state_places(self, count: int) -> BlockCounts:
+        """Blocks of as many places in groups with states alone."""
+        return self.coordinator.by_shape(count * isinstance(each, StateManager) for each in self.coordinator.managers)
 
     def growth(self, request: Request, num_tokens: int, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence takes at most until it has so many tokens, in a group with a window at a time.
@@ -245,8 +265,14 @@ class KVCacheManager:
         limit = num_tokens - 1 if keeps_last else num_full * self.block_size
         goes_back = request.num_computed_tokens > limit
         request.num_computed_tokens = min(request.num_computed_tokens, limit)
-        lacks_state = goes_back and self.coordinator.has_states
+        lacks_state = goes_back and self.has_states
         if lacks_state or self.coordinator.sees_freed(request, request.num_computed_tokens):
+            self.free(request)
+            request.num_computed_tokens = 0
+
+    def drop_state(self, request: Request) -> None:
+        """With states, drop all blocks of a sequence whose state is that of a token it does not have: it is computed again."""
+        if self.has_states:
             self.free(request)
             request.num_computed_tokens = 0
 
@@ -341,8 +367,12 @@ class KVCacheManager:
         """Add the first `num_full_blocks` blocks, whose hashes are known and whose bytes are there, to the prefix cache."""
         first = self._num_remembered[request.request_id]
         if num_full_blocks > first:
+            num_lacking = 0  # blocks with entries of a draft head that have not come
+            if self.lacks_draft_entries(request):
+                num_lacking = -(-request.num_given_tokens // self.block_size)
             for manager in self.coordinator.managers:
-                manager.remember(request, first, num_full_blocks)
+                lacks = isinstance(manager, DraftHeadManager)
+                manager.remember(request, max(first, num_lacking) if lacks else first, num_full_blocks)
             self._num_remembered[request.request_id] = num_full_blocks
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
@@ -356,8 +386,10 @@ class KVCacheManager:
 
     def transfer_order(self, request: Request) -> TransferOrder:
         """The numbers of the blocks of a sequence's given tokens in a transfer."""
-        windows = self._moved_windows if request.core.without_draft_head else self._group_windows
-        return TransferOrder.of(windows, request.num_given_tokens, self.block_size)
+        windows, chunks = self._group_windows, self._group_chunks
+        if request.core.without_draft_head:
+            windows, chunks = self._moved_windows, self._moved_chunks
+        return TransferOrder.of(windows, request.num_given_tokens, self.block_size, chunks)
 
     def expect_received(self, request: Request) -> None:
         """Note that a transfer fills the blocks of a sequence's given tokens."""
@@ -369,8 +401,8 @@ class KVCacheManager:
         return request.request_id in self._without_drafts
 
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
-        """A hold on blocks with these numbers in a transfer; with one group, on `table[first_index : end_index]`."""
-        if self.num_groups == 1:
+        """A hold on blocks with these numbers in a transfer; without windows in one group, on `table[first_index : end_index]`."""
+        if self._group_windows == (0,):
             [manager] = self.coordinator.managers
             return self.pool.hold(manager.tables[request.request_id][first_index:end_index])
         return self.hold_places(request, self.transfer_order(request).blocks(first_index, end_index))

@@ -13,7 +13,14 @@ from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlo
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import num_window_blocks
-from pdserve.models.kv_cache import STATE_WINDOW, DraftHeadSpec, KVCacheSpec, SlidingWindowSpec, StateSpec
+from pdserve.models.kv_cache import (
+    STATE_WINDOW,
+    ChunkedLocalAttentionSpec,
+    DraftHeadSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
 
 RestingBlocks = tuple[tuple[KVCacheBlock, ...], tuple[int, ...]]
 """The blocks of a table without references, and their lives then."""
@@ -171,7 +178,8 @@ class DraftHeadManager(SingleTypeKVCacheManager):
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
-    """Layers with a window: blocks outside it are freed before the next ones are allocated."""
+    """Layers with a window, or with chunks: blocks outside it, or before the current chunk, are freed before the next ones are
+    allocated."""
 
     def __init__(
         self,
@@ -192,8 +200,9 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self._is_alone = is_alone
 
     def growth(self, request: Request, num_tokens: int, num_given: int | None) -> int:
-        # each further block takes the place of one before the window
-        return min(1, super().growth(request, num_tokens, num_given))
+        num_more = super().growth(request, num_tokens, num_given)
+        # each further block takes the place of one before the window, while a chunk frees none before its end
+        return num_more if self.window.is_chunk else min(1, num_more)
 
     def num_skipped(self, request: Request, num_computed_tokens: int) -> int:
         num_skipped = self.window.num_skipped_blocks(num_computed_tokens)
@@ -255,6 +264,10 @@ class StateManager(SlidingWindowManager):
     ) -> int:
         return 0  # the state after a step is not that after a later one
 
+    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
+        # no receiver asks for states before the last ones of the prompt
+        return super().longest_hit(block_hashes, len(block_hashes))
+
     def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | None]) -> int:
         table = self.tables.get(request.request_id)
         if table is not None:
@@ -295,8 +308,8 @@ def make_manager(
     spec: KVCacheSpec, pool: BlockPool, block_size: int, group_id: int, step_tokens: int, *, is_alone: bool
 ) -> SingleTypeKVCacheManager:
     """step_tokens, is_alone: see `SlidingWindowManager`."""
-    if isinstance(spec, SlidingWindowSpec):
-        window = SlidingWindow(spec.sliding_window, block_size)
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        window = SlidingWindow(spec.reach, block_size, is_chunk=isinstance(spec, ChunkedLocalAttentionSpec))
         return SlidingWindowManager(pool, block_size, group_id, spec.shape, window, step_tokens, is_alone=is_alone)
     if isinstance(spec, StateSpec):
         return StateManager(pool, block_size, group_id, spec.shape)

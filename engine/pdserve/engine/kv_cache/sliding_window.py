@@ -1,4 +1,4 @@
-"""`SlidingWindow`: which blocks of a sequence a later token can still see, in layers with a window."""
+"""`SlidingWindow`: which blocks of a sequence a later token can still see, in layers with a window or with chunks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from pdserve.common.transfer_order import num_skipped_blocks
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """The widest window of a KV cache group's layers. A token at position p attends to positions p - `num_tokens` + 1 to p."""
+    """The widest window of a KV cache group's layers: a token at position p attends to positions p - `num_tokens` + 1 to p. Or its
+    chunks: it attends to those from the last multiple of `num_tokens` on."""
 
     num_tokens: int
     block_size: int
+    is_chunk: bool = False
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Number of a sequence's first blocks that no token after its first `num_computed_tokens` can see."""
-        return num_skipped_blocks(num_computed_tokens, self.num_tokens, self.block_size)
+        return num_skipped_blocks(num_computed_tokens, self.num_tokens, self.block_size, is_chunk=self.is_chunk)
 
     def first_needed_block(self, num_blocks: int, keep_from: int | None = None) -> int:
         """The first block that a hit of `num_blocks` blocks, at least 1, needs.
 
         keep_from: blocks from this one on are needed, seen or not; None: none are.
         """
-        # the last block is asked for even if a window of one token does not see it
+        # the last block is asked for even if a window of one token, or a new chunk, does not see it
         first = min(self.num_skipped_blocks(num_blocks * self.block_size), num_blocks - 1)
         return first if keep_from is None else min(first, keep_from)
 

@@ -59,12 +59,15 @@ class SampleTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand, or after which a draft head drafts."""
+    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand, or with tentative states, or after which
+    a draft head drafts."""
 
     num_tokens: dict[str, int]
     """req_id -> tokens that the step added to the sequence."""
     drafts: bool
     """True if rank 0 now drafts with the model's draft head, which all ranks share."""
+    writes_states: bool
+    """The step has tentative states, and the ranks meet after they are written."""
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -30,6 +30,7 @@ from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.inputs.step_inputs import StepInputBuilder, attention_plans
 from pdserve.engine.runner.results.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
+from pdserve.engine.runner.results.tentative_states import TentativeStates
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
@@ -63,6 +64,8 @@ class _Step:
     """See `ModelRunnerOutput.failed_loras`."""
     filled: FilledStep | None
     """None without a draft head."""
+    states: TentativeStates | None
+    """None: every token of the step stands, or the model has no states."""
 
 
 class PendingOutput:
@@ -70,14 +73,15 @@ class PendingOutput:
 
     def __init__(
         self, runner: ModelRunner, output: ModelRunnerOutput, sampled: tuple[SampledPlan, Sampled] | None,
-        arrays: PendingArrays | None, times: StepTimes,
+        arrays: PendingArrays | None, times: StepTimes, states: TentativeStates | None = None,
     ) -> None:  # fmt: skip
-        """sampled and arrays: None if no row is sampled."""
+        """sampled and arrays: None if no row is sampled. states: see `_Step`."""
         self._runner = runner
         self._output = output
         self._sampled = sampled
         self._arrays = arrays
         self._times = times
+        self._states = states
 
     def result(
         self,
@@ -88,16 +92,19 @@ class PendingOutput:
     ) -> ModelRunnerOutput:
         """Wait for the step, at most once.
 
-        num_tokens: as of `ModelRunner.read`. drafts: False on a rank above 0, unless rank 0 drafts. on_read: called before anything
-        is drafted.
+        num_tokens: as of `ModelRunner.read`. drafts: False on a rank above 0, unless rank 0 drafts. on_read: called before
+        states are written, and anything is drafted.
         """
         self._times.ended.synchronize()
         if self._sampled is not None and self._arrays is not None:
             plan, sampled = self._sampled
             is_finite, *arrays = self._arrays.wait()
             self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output, num_tokens)
-            if on_read is not None:
-                on_read(self._output)
+        if on_read is not None:
+            on_read(self._output)
+        if self._sampled is not None:
+            if self._states is not None:
+                self._runner.write_states(self._states)
             if drafts:
                 self._runner.draft(self._output)
         self._output.compute_s = self._times.ended.seconds_since(self._times.started)
@@ -205,7 +212,8 @@ class ModelRunner:
         self._update_batch(scheduled)
         self.encoder.update(scheduled)
         batch = self.batch
-        rows, counts = batch.decodes_first(scheduled.num_scheduled_tokens)
+        rows, counts, tentative = batch.decodes_first(scheduled.num_scheduled_tokens, scheduled.tentative_req_ids)
+        num_before = batch.num_computed[rows[tentative]]
         images = self.encoder.of_step(batch.mm_features, rows, counts, batch.num_computed[rows])
         failed_loras, has_adapters = dict[str, RequestFailure](), False
         if self.lora is not None:
@@ -220,12 +228,14 @@ class ModelRunner:
             pooled, complete = complete[is_pooled], complete[~is_pooled]
         reads_embeds = len(batch.prompt_embeds) > 0 and batch.prompt_embeds.are_read(rows, batch.num_computed)
         graphs, shape = self._graphs, None
-        if graphs is not None and not reads_embeds and images is None and not (len(batch.mrope) and counts[-1] > 1):
+        # a graph writes the states of all rows
+        is_eager = reads_embeds or images is not None or bool(tentative) or (len(batch.mrope) > 0 and counts[-1] > 1)
+        if graphs is not None and not is_eager:
             shape = graphs.shape_for(counts, has_adapters)
-        inputs = self._inputs.build(rows, counts, complete, shape)
+        inputs = self._inputs.build(rows, counts, complete, shape, tentative)
         times = StepTimes(started, len(rows), int(counts.sum()))
         times.prepared = self._runtime.event()
-        embedded = output_rows = None
+        embedded = output_rows = states = None
         layer_inputs: list[Tensor] | None = None
         if graphs is not None and shape is not None:
             if self._before_layer is not None:
@@ -251,6 +261,8 @@ class ModelRunner:
                 output_rows=output_rows,
                 layer_inputs=layer_inputs,
             )
+            if tentative:
+                states = TentativeStates.of(given.plans.values(), rows[tentative], num_before)
             hidden = self._model.forward(self.encoder.placed(given, images))
             if self._group is not None and not len(hidden):
                 # blocks of all ranks are published when rank 0's step ends; without hidden states no operation of the ranks
@@ -265,7 +277,9 @@ class ModelRunner:
         if self._draft_head is not None:
             taken = self._draft_head.taken(hidden, layer_inputs or ())
             filled = FilledStep(inputs.batches[-1], taken, rows, counts, batch.num_computed[rows] - counts)
-        self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras, filled)
+        self._step = _Step(
+            hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras, filled, states
+        )
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
@@ -314,7 +328,7 @@ class ModelRunner:
             self.batch.expect_tokens(plan.rows)
         arrays = self._readback.start([is_finite, *sampled.tensors()])
         step.times.ended = self._runtime.event()
-        return PendingOutput(self, result, (plan, sampled), arrays, step.times)
+        return PendingOutput(self, result, (plan, sampled), arrays, step.times, step.states)
 
     def _fill_drafts(self, step: _Step, sampled: tuple[SampledInputs, Sampled] | None) -> None:
         """Write the entries of the draft head's cache that belong to the step's tokens."""
@@ -385,6 +399,12 @@ class ModelRunner:
                 result.failed[len(result.req_ids)] = RequestFailure.of(sampled.failed[number])
             result.req_ids.append(req_ids[place])
             result.sampled_token_ids.append([token_ids[number]])
+
+    def write_states(self, states: TentativeStates) -> None:
+        """Write the states of the tokens that stand, after `read`."""
+        states.advance(self.batch.num_computed)
+        if self.kv_written is not None:
+            self.kv_written = self._runtime.event()
 
     def draft(self, result: ModelRunnerOutput) -> None:
         """Write the drafts of the next step into the result of the last one, unless the next one has begun."""

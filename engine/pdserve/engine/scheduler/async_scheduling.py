@@ -86,7 +86,8 @@ class AsyncScheduling:
         step = SchedulerOutput(finished_req_ids=self._running.take_finished_ids())
         for request, room in zip(continuing, rooms, strict=True):
             step.num_scheduled_tokens[request.request_id] = 1
-            if any(missing) and (rows := self._kv.allocate_slots(request, room)):
+            # a state that moves along to the next place takes no block
+            if not self._kv.has_room(request, room) and (rows := self._kv.allocate_slots(request, room)):
                 step.scheduled_cached_reqs.new_block_ids[request.request_id] = rows
         self._loads.fill(step)
         return step

@@ -73,7 +73,7 @@ class DraftScheduling:
             step.budget - len(self._running),
             request.sampling_params.output_limit - request.num_output_tokens - 1,
             self._config.max_model_len - request.num_tokens - 1,
-            self._num_in_free_blocks(request),
+            self._kv.num_drafts_in_block(request) if self._kv.has_states else self._num_in_free_blocks(request),
         )
         return drafts[: max(0, min(limits))]
 

@@ -98,7 +98,7 @@ class HostLoads:
         if self._tier is None or request.skip_reading_prefix_cache:
             return NOT_IN_HOST
         first, end = len(computed), limit_tokens // self._kv.block_size
-        if self._kv.num_groups > 1:
+        if self._kv.num_groups > 1 or self._kv.coordinator.has_states:
             return self._find_in_groups(request.block_hashes[:end], computed)
         hashes = request.block_hashes[first:end]
         num_found = next((place for place, known in enumerate(hashes) if known not in self._tier), len(hashes))
@@ -119,7 +119,8 @@ class HostLoads:
         if not places:
             return NOT_IN_HOST
         names = tuple(with_group_id(hashes[place], group) for group, place in places)
-        return InHost(len(blocks[0]) - len(found[0]), names, places, KVCacheBlocks(blocks))
+        extended = KVCacheBlocks(blocks)
+        return InHost(len(extended) - len(computed), names, places, extended)
 
     def is_loading(self, in_host: InHost) -> bool:
         """True if another sequence loads one of these blocks: it is soon in the pool, for all."""

@@ -20,7 +20,7 @@ The life of a sequence here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
@@ -280,18 +280,31 @@ class Scheduler:
                 self.running.encoder.take_changes()
             )
             step.output.block_copies = self.kv.take_copies()
+            if self.kv.has_states:
+                step.output.tentative_req_ids = self._tentative(step.output)
         self.loads.fill(step.output)
         self.async_scheduling.scheduled(has_tried_all=has_tried_all)
         return step.output
+
+    def _tentative(self, scheduled: SchedulerOutput) -> list[str]:
+        """See `SchedulerOutput.tentative_req_ids`."""
+        return [
+            req_id
+            for req_id in scheduled.num_scheduled_tokens
+            if req_id in scheduled.scheduled_spec_decode_tokens or self._takes_mask(scheduled, req_id)
+        ]
+
+    def _takes_mask(self, scheduled: SchedulerOutput, req_id: str) -> bool:
+        """True if a step computes the last known token of a sequence with a grammar."""
+        request = self.requests[req_id]
+        num_known = scheduled.num_scheduled_tokens[req_id] - scheduled.num_drafts(req_id)
+        return request.grammar is not None and request.num_uncomputed_tokens == num_known
 
     def get_grammar_bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
         """Masks for the sequences that a step completes; None if it needs none. Called while the step computes; may wait
         `MASK_WAIT_S`."""
         takers = [
-            request
-            for req_id, num_tokens in scheduled.num_scheduled_tokens.items()
-            if (request := self.requests[req_id]).grammar is not None
-            and request.num_uncomputed_tokens == num_tokens - scheduled.num_drafts(req_id)
+            self.requests[req_id] for req_id in scheduled.num_scheduled_tokens if self._takes_mask(scheduled, req_id)
         ]
         return self.grammars.grammar_output(takers, scheduled.num_drafts) if takers else None
 
@@ -381,6 +394,15 @@ class Scheduler:
         """
         self.sources.device_event = kv_written
         self.results.update(scheduled, computed)
+
+    def drop_states(self, launched: Mapping[str, Request], scheduled: SchedulerOutput) -> None:
+        """Drop the states of sessions whose turn ended after a step was launched that computes one token more.
+
+        launched: the step's sequences then. scheduled: the step without those that have ended.
+        """
+        for req_id, request in launched.items():
+            if req_id not in scheduled.num_scheduled_tokens and self.requests.get(req_id) is request:
+                self.kv.drop_state(request)
 
     def requeue_finished_ids(self, unused: SchedulerOutput) -> None:
         """Report the finished ids of an unused, empty step with the next one."""

@@ -186,6 +186,8 @@ class StepResults:
             return
         request.num_computed_tokens += len(kept) - 1
         self._kv.remember_computed(request)
+        if len(kept) < len(token_ids):
+            self._kv.drop_state(request)  # a session goes on after its end
         self._report(request, request, kept, ended_with, None if logprobs is None else logprobs.part(0, len(kept)))
 
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:

@@ -75,6 +75,9 @@ class AttentionBatch:
     most_chunks: int | None = None
     """Not None: the step is one of those with as many tokens and at most so many chunks that have the same launches, since a back
     end's lists have the same length for all of them."""
+    tentative: Sequence[int] = ()
+    """Ascending numbers of sequences whose tokens may turn out not to stand: `StatePlan.advance` writes their states. They are the
+    last of the decode rows. For attention they are as others."""
     plan_arrays: Mapping[str, PlanArray] = field(default_factory=dict)
     """All arrays of `AttentionBackend.plan_arrays` for this batch's lengths, valid until the next step's; or none."""
 
@@ -96,6 +99,7 @@ class AttentionBatch:
         device: torch.device,
         new_tails: NDArray[np.int64] | None = None,
         most_chunks: int | None = None,
+        tentative: Sequence[int] = (),
         plan_arrays: Mapping[str, PlanArray] | None = None,
     ) -> AttentionBatch:
         """Copy a step's arrays to the device; on a CPU the tensors share the arrays' memory.
@@ -125,6 +129,7 @@ class AttentionBatch:
             seq_lens_cpu=seq_lens_cpu,
             new_tails=None if new_tails is None else placed(torch.from_numpy(new_tails)),
             most_chunks=most_chunks,
+            tentative=tentative,
             plan_arrays=plan_arrays or {},
         )
 
@@ -133,12 +138,33 @@ class AttentionBatch:
 
         sequences: ascending, with all decode rows.
         """
+        return self._of(sequences, self.query_start_loc_cpu.diff()[list(sequences)])
+
+    def beginnings(self, num_tokens: Mapping[int, int]) -> tuple[AttentionBatch, Tensor]:
+        """A batch of the first tokens of some sequences, and the `[n]` rows of this one that it has.
+
+        num_tokens: sequence -> number of its tokens, at least 1.
+        """
+        sequences = sorted(num_tokens, key=lambda index: num_tokens[index] > 1)
+        query_lens = torch.tensor([num_tokens[index] for index in sequences], dtype=torch.int64)
+        batch, rows = self._of(sequences, query_lens)
+        return replace(batch, num_decodes=int((query_lens == 1).sum()), new_tails=None, tentative=()), rows
+
+    def _of(self, sequences: Sequence[int], query_lens: Tensor) -> tuple[AttentionBatch, Tensor]:
+        """A batch of the first `query_lens` `[n]` tokens of each of `sequences` in this step, and their rows."""
         starts = self.query_start_loc_cpu.tolist()
         chosen = torch.tensor(sequences, dtype=torch.int64)
+        counts: list[int] = query_lens.tolist()
         rows = torch.tensor(
-            [row for index in sequences for row in range(starts[index], starts[index + 1])], dtype=torch.int64
+            [
+                row
+                for index, num in zip(sequences, counts, strict=True)
+                for row in range(starts[index], starts[index] + num)
+            ],
+            dtype=torch.int64,
         )
-        query_lens, seq_lens = self.query_start_loc_cpu.diff()[chosen], self.seq_lens_cpu[chosen]
+        context = self.seq_lens_cpu[chosen] - self.query_start_loc_cpu.diff()[chosen]
+        seq_lens = context + query_lens
         query_start_loc_cpu = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         device = self.slot_mapping.device
         there, rows = chosen.to(device), rows.to(device)
@@ -147,9 +173,9 @@ class AttentionBatch:
             positions=self.positions[..., rows],
             slot_mapping=self.slot_mapping[rows],
             query_start_loc=query_start_loc_cpu.to(device),
-            seq_lens=self.seq_lens[there],
+            seq_lens=seq_lens.to(device),
             block_tables=self.block_tables[there],
-            max_query_len=max(query_lens.tolist(), default=0),
+            max_query_len=max(counts, default=0),
             max_seq_len=max(seq_lens.tolist(), default=0),
             query_start_loc_cpu=query_start_loc_cpu,
             seq_lens_cpu=seq_lens,

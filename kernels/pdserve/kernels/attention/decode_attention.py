@@ -48,17 +48,17 @@ def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: At
     if not lens:
         return []
     lens = [max(length, 1) for length in lens]
-    return [_plan_group(batch, pages, spec, start, stop, lens) for start, stop in _cut(lens, pages, spec.window)]
+    return [_plan_group(batch, pages, spec, start, stop, lens) for start, stop in _cut(lens, pages, spec)]
 
 
-def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int, int]]:
+def _cut(lens: list[int], pages: KvPages, spec: AttentionSpec) -> list[tuple[int, int]]:
     """Ranges of neighbouring rows with little padding that fit the workspace."""
     limit_bytes = _GATHER_BYTES if pages.like.is_cpu else _DEVICE_GATHER_BYTES
     limit = limit_bytes // (pages.rows_per_token * pages.num_kv_heads * pages.head_dim * pages.like.element_size())
     ranges = []
     start = total = longest = 0
     for row, full_length in enumerate(lens):
-        length = full_length if window is None else min(full_length, window)
+        length = full_length - max(spec.first_seen(full_length - 1), 0)
         padded = max(longest, length) * (row + 1 - start)
         wasted = padded - total - length
         if row > start and (padded > limit or wasted > _PADDING_TOKENS + total // 2):
@@ -73,14 +73,14 @@ def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int,
 def _plan_group(
     batch: AttentionBatch, pages: KvPages, spec: AttentionSpec, start: int, stop: int, lens: list[int]
 ) -> DecodeGroup:
-    block_size, size, window = pages.block_size, stop - start, spec.window
+    block_size, size, reach = pages.block_size, stop - start, spec.reach
     longest, shortest = max(lens[start:stop]), min(lens[start:stop])
-    windowed = window is not None and longest > window
+    hides_first = reach is not None and longest > reach
     tables = batch.block_tables[start:stop]
 
     if longest == shortest:
         # Every row attends to the same columns: no key is masked, so no stale byte is multiplied.
-        first_position = longest - window if window is not None and windowed else 0
+        first_position = max(spec.first_seen(longest - 1), 0)
         first_block = first_position // block_size
         tables = tables[:, first_block : -(-longest // block_size)]
         offset = first_block * block_size
@@ -96,16 +96,17 @@ def _plan_group(
     num_blocks = -(-longest // block_size)
     columns = torch.arange(num_blocks, device=tables.device)
     positions = torch.arange(num_blocks * block_size, device=tables.device)
-    if window is not None and windowed:
-        first_blocks = (seq_lens - window).clamp_(min=0) // block_size
-        span = min(num_blocks, (window - 1) // block_size + 2)
+    first_positions = spec.first_seen(seq_lens - 1)
+    if reach is not None and hides_first:
+        first_blocks = first_positions.clamp(min=0) // block_size
+        span = min(num_blocks, (reach - 1) // block_size + 2)
         columns = columns[:span] + first_blocks
         positions = positions[: span * block_size] + first_blocks * block_size
     # After its end a row reads its own last block again, because the table's padding names blocks that may hold any bytes.
     tables = tables.gather(1, torch.minimum(columns, last_blocks))
     hidden = positions >= seq_lens
-    if window is not None and windowed:
-        hidden |= positions < seq_lens - window
+    if hides_first:
+        hidden |= positions < first_positions
     mask = torch.zeros(hidden.shape, dtype=pages.like.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
     by_products = _uses_products(pages.like, spec, mask.numel())
     if by_products:

@@ -34,21 +34,25 @@ class AttentionBackendError(Exception):
 
 def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> AttentionBackend:
     """name: `auto` takes the choice of the table for the device's architecture."""
-    device = kv_cache.device
     if name == "sdpa" and has_latent_rows(kv_cache):
         raise AttentionBackendError(
             f"attention_backend is {name!r}, which reads keys and values, and the cache has latent rows; triton reads them"
         )
+    check_triton(name, kv_cache.device)
+    # lazy: CPU services never import Triton
+    from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
+
+    return TritonAttentionBackend(kv_cache, None if name == "auto" else name)
+
+
+def check_triton(name: str, device: torch.device) -> None:
+    """Raises: AttentionBackendError where Triton's kernels do not run. name: of `attention_backend`."""
     if find_spec("triton") is None:
         raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")
-    # lazy: CPU services never import Triton
     import triton
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise AttentionBackendError(f"attention_backend is {name!r}, which needs a GPU; the device is {str(device)!r}")
-    from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
-
-    return TritonAttentionBackend(kv_cache, None if name == "auto" else name)
 
 
 def _make_quantized(name: str, kv_cache: Tensor, dtype: torch.dtype | None) -> AttentionBackend:

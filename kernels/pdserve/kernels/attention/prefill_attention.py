@@ -67,8 +67,8 @@ class PrefillPlan:
 
 def plan_prefill(chunk: PrefillChunk, pages: KvPages, spec: AttentionSpec) -> PrefillPlan:
     """Choose the blocks to gather and cut the chunk into tiles."""
-    window, context, end = spec.window, chunk.context_len, chunk.context_len + chunk.num_tokens
-    first_seen = 0 if window is None else max(0, context - window + 1)
+    context, end = chunk.context_len, chunk.context_len + chunk.num_tokens
+    first_seen = max(0, spec.first_seen(context))
     tile = _tile_rows(pages.like)
     if not pages.like.is_cpu:
         # scores of all heads over a long context are larger than weights
@@ -77,9 +77,9 @@ def plan_prefill(chunk: PrefillChunk, pages: KvPages, spec: AttentionSpec) -> Pr
     tiles = []
     for start in range(0, chunk.num_tokens, tile):
         stop = min(start + tile, chunk.num_tokens)
-        first = first_seen if window is None else max(0, context + start - window + 1)
+        first = max(0, spec.first_seen(context + start))
         last = context + stop if spec.causal else end
-        mask = _tile_mask(context + start, last, first, window, pages.like) if spec.causal else None
+        mask = _tile_mask(context + start, last, first, spec, pages.like) if spec.causal else None
         tiles.append(QueryTile(start, stop, first - first_seen, last - first_seen, mask))
     if context == first_seen:
         return PrefillPlan(chunk, None, tiles)
@@ -95,20 +95,20 @@ def _tile_rows(like: Tensor) -> int:
     return _FLOAT32_TILE if like.dtype is torch.float32 else _HALF_TILE
 
 
-def _tile_mask(query: int, last: int, first: int, window: int | None, like: Tensor) -> Tensor:
+def _tile_mask(query: int, last: int, first: int, spec: AttentionSpec, like: Tensor) -> Tensor:
     """Mask for queries at positions `query..last-1`, over the last keys of `first..last-1`; earlier keys need no mask."""
     num_rows = last - query
-    if window is None or first >= last - window:
+    if spec.first_seen(last - 1) <= first:
         return _triangle(_tile_rows(like), like.dtype, like.device)[:num_rows, :num_rows]
     queries = torch.arange(query, last, device=like.device).unsqueeze(1)
     keys = torch.arange(first, last, device=like.device)
-    hidden = (keys > queries) | (keys <= queries - window)
+    hidden = (keys > queries) | (keys < spec.first_seen(queries))
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 @cache
 def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[size, size]`, -inf where the key comes after the query; every tile without a window uses its corner."""
+    """`[size, size]`, -inf where the key comes after the query; every tile whose rows see all earlier keys uses its corner."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu_(1)
 
 

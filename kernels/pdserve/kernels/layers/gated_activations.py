@@ -46,10 +46,14 @@ class GatedActivation(NamedTuple):
     alpha: float = 1.0
     limit: float = torch.inf
     shift: float = 0.0
+    is_gated: bool = True
+    """False: `squared_relu`, which has none of these numbers."""
 
     @classmethod
     def of(cls, gate: Gate | None) -> GatedActivation | None:
         """gate: None: SiLU -> None for an activation of another form."""
         if gate is None:
             return cls()
+        if gate is squared_relu:
+            return cls(is_gated=False)
         return cls(gate.alpha, gate.limit, 1.0) if isinstance(gate, ClampedSwiglu) else None

@@ -1,6 +1,7 @@
-"""Paged decode attention, products with LoRA adapters and int8 matrices, and mixtures of experts, in C++: compiled at installation
-where a compiler is.
+"""Paged attention, products with LoRA adapters and int8 matrices, mixtures of experts and steps of states in C++: compiled at
+installation where a compiler is.
 
 Nothing here is needed: without the compiled library, `pdserve.kernels.attention.torch_attention`,
-`pdserve.kernels.lora.torch_lora`, `pdserve.kernels.cpu.int8_linear` and `pdserve.kernels.layers.experts` compute the same.
+`pdserve.kernels.lora.torch_lora`, `pdserve.kernels.cpu.int8_linear`, `pdserve.kernels.layers.experts` and
+`pdserve.kernels.state.state_backend` compute the same.
 """

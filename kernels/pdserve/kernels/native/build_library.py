@@ -34,6 +34,7 @@ ENTRY_SOURCES = (
     "linear/grouped_rows",
     "layers/fused_layers",
     "experts/expert_rows",
+    "state/state_rows",
 )
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
@@ -63,6 +64,7 @@ _LEVEL_SOURCES = (
     _LevelSource("lora/lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("layers/layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("experts/expert_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("state/state_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("linear/bfloat_level", ("-ffp-contract=fast",), _TILED_LEVELS),
     _LevelSource("linear/grouped_level", ("-ffp-contract=fast",), _X86_LEVELS),
     # each operation is rounded by itself, as torch's are

@@ -183,7 +183,11 @@ class NativeAttentionPlan(TorchAttentionPlan):
         call.kv_cache, call.dtype = pages.kv_cache.data_ptr(), NATIVE_DTYPES[pages.kv_cache.dtype]
         call.num_blocks, call.num_kv_heads, call.num_layers = pages.num_blocks, pages.num_kv_heads, pages.num_layers
         call.block_size, call.head_dim = pages.block_size, pages.head_dim
-        call.group_size, call.window = spec.num_heads // spec.num_kv_heads, spec.window or 0
+        call.group_size, call.window, call.chunk = (
+            spec.num_heads // spec.num_kv_heads,
+            spec.window or 0,
+            spec.chunk or 0,
+        )
         call.scale, call.softcap = spec.scale, spec.softcap or 0.0
         call.num_threads = torch.get_num_threads()
 
@@ -252,8 +256,9 @@ class NativeLatentPlan(NativeAttentionPlan):
             head_dim=spec.head_dim, dtype=NATIVE_DTYPES[both.dtype], num_planes=1, row_dim=both.shape[2],
             value_dim=out.shape[2], value_offset=spec.head_dim, block_tables=table.data_ptr(), table_stride=1, table_width=1,
             query_starts=starts.data_ptr(), seq_lens=lens.data_ptr(), num_chunks=1, group_size=1, window=spec.window or 0,
-            is_causal=spec.causal, scale=spec.scale, softcap=spec.softcap or 0.0, q=q.data_ptr(), q_stride=q.stride(0),
-            q_head_stride=q.stride(1), out=out.data_ptr(), out_stride=out.stride(0), task_starts=task_starts.data_ptr(),
+            chunk=spec.chunk or 0, is_causal=spec.causal, scale=spec.scale, softcap=spec.softcap or 0.0,
+            q=q.data_ptr(), q_stride=q.stride(0), q_head_stride=q.stride(1), out=out.data_ptr(), out_stride=out.stride(0),
+            task_starts=task_starts.data_ptr(),
             num_threads=torch.get_num_threads(),
         )  # fmt: skip
         self._backend.prepare_prefill(call, 0)

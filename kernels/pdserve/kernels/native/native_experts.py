@@ -49,8 +49,9 @@ class NativeExperts:
         """experts: all quantized or none, read one by one; level, int8_level: one of `library.levels` and `library.int8_levels`;
         default: the fastest."""
         self._call = ExpertsCall(
-            alpha=activation.alpha, limit=activation.limit, shift=activation.shift, parallel=library.parallel
-        )
+            alpha=activation.alpha, limit=activation.limit, shift=activation.shift, parts=1 + activation.is_gated,
+            parallel=library.parallel,
+        )  # fmt: skip
         self._dtype: torch.dtype | None = None
         # held here, since the call has only addresses
         self._held: list[object] = []
@@ -67,18 +68,18 @@ class NativeExperts:
         self._apply = library.apply_experts
 
     def _take_floats(self, experts: Iterable[ExpertWeights]) -> None:
-        matrices: list[tuple[Tensor, Tensor, Tensor]] = []
+        matrices: list[tuple[Tensor, ...]] = []
         biases: list[tuple[Tensor, Tensor]] = []
         for expert in experts:
             gate_up, down = tensors([expert.gate_up, expert.down])
-            gate, up = gate_up.chunk(2)
-            matrices.append((_blocked(gate), _blocked(up), _blocked(down)))
+            matrices.append((*(_blocked(part) for part in gate_up.chunk(self._call.parts)), _blocked(down)))
             if expert.gate_up_bias is not None and expert.down_bias is not None:
                 biases.append((expert.gate_up_bias, expert.down_bias))
             self._call.hidden_size, self._call.inner_size = down.shape
             self._dtype = down.dtype
         call, addresses = self._call, [_addresses(each) for each in zip(*matrices, strict=True)]
-        call.gates, call.ups, call.downs = (each.data_ptr() for each in addresses)
+        *call_gates, call.ups, call.downs = (each.data_ptr() for each in addresses)
+        call.gates = call_gates[0] if call_gates else None
         if biases:
             stacked = [torch.stack(each).float() for each in zip(*biases, strict=True)]
             call.inner_biases, call.biases = (each.data_ptr() for each in stacked)
@@ -133,7 +134,7 @@ class NativeExperts:
         call.used = call.starts + 8 * (num_experts + 1)
         call.places = call.used + 8 * num_experts
         if call.int8_downs:
-            inner = torch.empty(num_places * 2 * inner_size)
+            inner = torch.empty(num_places * call.parts * inner_size)
             rows = torch.empty(num_places * (max(_padded(size), _padded(inner_size)) + 4), dtype=torch.uint8)
             call.row_scales = rows.data_ptr()
             call.rows = call.row_scales + 4 * num_places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -29,7 +29,8 @@ class DecodeArguments(ctypes.Structure):
         ("kv_cache", c_void_p), ("num_blocks", c_int64), ("num_kv_heads", c_int64), ("num_layers", c_int64),
         ("block_size", c_int64), ("head_dim", c_int64), ("dtype", c_int64),
         ("block_tables", c_void_p), ("table_stride", c_int64), ("table_width", c_int64), ("seq_lens", c_void_p),
-        ("num_seqs", c_int64), ("group_size", c_int64), ("window", c_int64), ("scale", c_double), ("softcap", c_double),
+        ("num_seqs", c_int64), ("group_size", c_int64), ("window", c_int64), ("chunk", c_int64),
+        ("scale", c_double), ("softcap", c_double),
         ("q", c_void_p), ("q_stride", c_int64), ("q_head_stride", c_int64), ("out", c_void_p), ("layer", c_int64),
         ("piece_starts", c_void_p), ("partials", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
     )  # fmt: skip
@@ -44,7 +45,8 @@ class PrefillArguments(ctypes.Structure):
         ("num_planes", c_int64), ("row_dim", c_int64), ("value_dim", c_int64), ("value_offset", c_int64),
         ("block_tables", c_void_p), ("table_stride", c_int64), ("table_width", c_int64),
         ("query_starts", c_void_p), ("seq_lens", c_void_p), ("num_chunks", c_int64),
-        ("group_size", c_int64), ("window", c_int64), ("is_causal", c_int64), ("scale", c_double), ("softcap", c_double),
+        ("group_size", c_int64), ("window", c_int64), ("chunk", c_int64), ("is_causal", c_int64),
+        ("scale", c_double), ("softcap", c_double),
         ("q", c_void_p), ("q_stride", c_int64), ("q_head_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
         ("layer", c_int64), ("task_starts", c_void_p), ("rooms", c_void_p), ("piece_tokens", c_int64), ("partials", c_void_p),
         ("num_threads", c_int64), ("parallel", c_void_p),
@@ -134,7 +136,7 @@ class ExpertsCall(ctypes.Structure):
     _fields_ = (
         ("gates", c_void_p), ("ups", c_void_p), ("downs", c_void_p), ("inner_biases", c_void_p), ("biases", c_void_p),
         ("num_experts", c_int64), ("hidden_size", c_int64), ("inner_size", c_int64), ("dtype", c_int64),
-        ("alpha", c_float), ("limit", c_float), ("shift", c_float), ("unused", c_float),
+        ("alpha", c_float), ("limit", c_float), ("shift", c_float), ("parts", c_int32),
         ("x", c_void_p), ("num_tokens", c_int64), ("x_stride", c_int64), ("top_k", c_int64),
         ("experts", c_void_p), ("weights", c_void_p), ("out", c_void_p), ("starts", c_void_p), ("places", c_void_p),
         ("used", c_void_p), ("inner", c_void_p), ("sums", c_void_p), ("int8_gate_ups", c_void_p), ("int8_downs", c_void_p),
@@ -171,6 +173,39 @@ class FusedCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class StatePool(ctypes.Structure):
+    """`StatePool` of `state_rows.h`, field by field."""
+
+    _fields_ = (
+        ("states", c_void_p), ("num_heads", c_int64), ("num_layers", c_int64), ("head_size", c_int64), ("layer", c_int64),
+        ("before", c_void_p), ("after", c_void_p), ("num_rows", c_int64), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
+class ConvCall(ctypes.Structure):
+    """`ConvCall` of `state_rows.h`, field by field."""
+
+    _fields_ = (
+        ("pool", StatePool), ("columns", c_void_p), ("columns_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
+        ("weight", c_void_p), ("bias", c_void_p), ("dtype", c_int64), ("taps", c_int64), ("num_channels", c_int64),
+        ("has_silu", c_int64), ("runs", c_void_p), ("num_runs", c_int64),
+    )  # fmt: skip
+
+
+_RULE_INPUTS = 5
+"""`MAX_RULE_INPUTS` of `state_rows.h`."""
+
+
+class RuleCall(ctypes.Structure):
+    """`RuleCall` of `state_rows.h`, field by field."""
+
+    _fields_ = (
+        ("pool", StatePool), ("first", c_int64), ("per_head", c_int64), ("matrix_rows", c_int64), ("matrix_columns", c_int64),
+        ("num_decays", c_int64), ("inputs", c_void_p * _RULE_INPUTS), ("row_strides", c_int64 * _RULE_INPUTS),
+        ("strides", c_int64 * _RULE_INPUTS), ("out", c_void_p),
+    )  # fmt: skip
+
+
 class NativeLibrary:
     """Functions of one library. Calls release the interpreter's lock."""
 
@@ -193,6 +228,8 @@ class NativeLibrary:
             self.fused_layers = library.pdserve_fused_layers
             self.fused_sum_rows = library.pdserve_fused_sum_rows
             self.apply_experts = library.pdserve_apply_experts
+            self.convolve_states = library.pdserve_convolve_states
+            self.change_states = library.pdserve_change_states
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
                 DecodeArguments: library.pdserve_call_size,
@@ -206,6 +243,8 @@ class NativeLibrary:
                 FusedLayer: library.pdserve_fused_layer_size,
                 FusedCall: library.pdserve_fused_call_size,
                 ExpertsCall: library.pdserve_experts_call_size,
+                ConvCall: library.pdserve_conv_call_size,
+                RuleCall: library.pdserve_rule_call_size,
             }
         except (OSError, AttributeError) as error:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
@@ -225,6 +264,8 @@ class NativeLibrary:
         self.fused_layers.argtypes, self.fused_layers.restype = [POINTER(FusedCall), c_int64], c_int64
         self.fused_sum_rows.argtypes, self.fused_sum_rows.restype = [c_int64], c_int64
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
+        self.convolve_states.argtypes, self.convolve_states.restype = [POINTER(ConvCall), c_int64], None
+        self.change_states.argtypes, self.change_states.restype = [POINTER(RuleCall), c_int64, c_int64], None
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64
             if size() != ctypes.sizeof(call):

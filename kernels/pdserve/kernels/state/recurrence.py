@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.kernels.state.state_backend import StatePlan
+from pdserve.kernels.state.step_rows import StepRows
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 """Tensors of tokens and a state -> results of the tokens and the state after them."""
@@ -35,7 +35,7 @@ class Recurrence:
             found[part], state = self.chunk(*(each[part] for each in tokens), state)
         return found, state
 
-    def over_step(self, tokens: Sequence[Tensor], states: Tensor, plan: StatePlan) -> tuple[Tensor, Tensor]:
+    def over_step(self, tokens: Sequence[Tensor], states: Tensor, plan: StepRows) -> tuple[Tensor, Tensor]:
         """Those of a step, `[T, ...]` and states `[B, ...]`: results `[T, ...]`, and the states after it."""
         found, after, num = torch.empty_like(tokens[self.like]), torch.empty_like(states), plan.num_decodes
         if num:

@@ -1,16 +1,23 @@
-"""The selective scan of Mamba 2: a matrix per head, which each token decays and adds to.
+"""The selective scan: a matrix per head, which each token decays and adds to.
 
     S_t = a_t S_(t-1) + x_t b_t^T       y_t = S_t c_t
 
-In a chunk with the products A_t of its decays up to t, and S_0 before it, all tokens at once:
+In Mamba 2 a decay is one number per head. In a chunk with the products A_t of its decays up to t, and S_0 before it, all tokens at
+once:
 
     Y = A (C S_0^T) + M X               M_ij = (A_i / A_j) c_i . b_j  for j <= i
     S = A_n S_0 + sum_j (A_n / A_j) x_j b_j^T
 
 Source: Dao and Gu 2024, Transformers are SSMs, section 6.
+
+In Mamba a decay is a number per element of the matrix, a_t = exp(step_t rate), and M would be a matrix per row and column. There
+`ColumnScan` cuts a chunk into blocks, and takes the first token of each at once, then the second, and so on: once from zeros, which
+gives what each block adds to the state before it, and once from the state before it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +27,8 @@ from pdserve.kernels.state.recurrence import Recurrence
 
 CHUNK = 128
 """Tokens at once."""
+COLUMN_CHUNK, COLUMN_BLOCK = 32, 8
+"""The same where decays are those of elements, and tokens of a block."""
 
 
 def scan_step(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,8 +37,7 @@ def scan_step(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> 
     x `[B, H, P]`, b and c `[B, H, N]`, decay (its logarithm) `[B, H]`, state `[B, H, P, N]` -> results `[B, H, P]` and the states
     after the token.
     """
-    state = state * decay.exp()[..., None, None] + x.unsqueeze(-1) * b.unsqueeze(-2)
-    return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1), state
+    return _step(x, b, c, decay.exp()[..., None, None], state)
 
 
 def scan_chunk(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,3 +55,67 @@ def scan_chunk(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) ->
 
 
 SELECTIVE_SCAN = Recurrence(scan_step, scan_chunk, CHUNK, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnScan:
+    """The scan with a decay `exp(step * rate)` for each element of the state."""
+
+    rates: Tensor
+    """`[H, P, N]` float32, negative."""
+
+    @property
+    def recurrence(self) -> Recurrence:
+        return Recurrence(self.step, self.chunk, COLUMN_CHUNK, 0)
+
+    def step(self, x: Tensor, b: Tensor, c: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each of B sequences; all float32.
+
+        x and steps `[B, H, P]`, b and c `[B, 1, N]`, state `[B, H, P, N]` -> results `[B, H, P]` and the states after the token.
+        """
+        return _step(x, b, c, self._decays(steps), state)
+
+    def chunk(self, x: Tensor, b: Tensor, c: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of one sequence at once; all float32.
+
+        x and steps `[n, H, P]`, b and c `[n, 1, N]`, state `[H, P, N]` -> results `[n, H, P]` and the state after the last token.
+        """
+        num_tokens, length = len(x), min(len(x), COLUMN_BLOCK)
+        num_blocks = -(-num_tokens // length)
+
+        def in_blocks(tokens: Tensor) -> Tensor:
+            """`[n, ...]` -> `[blocks, length, ...]`: steps of nothing by nothing at the end leave the state as it is."""
+            missing = num_blocks * length - num_tokens
+            if missing:
+                tokens = torch.cat((tokens, tokens.new_zeros((missing, *tokens.shape[1:]))))
+            return tokens.reshape(num_blocks, length, *tokens.shape[1:])
+
+        x, b, c, steps = (in_blocks(each) for each in (x, b, c, steps))
+        decays, added = self._decays(steps), x.unsqueeze(-1) * b.unsqueeze(-2)
+        before = [state]
+        if num_blocks > 1:
+            ends = added[:-1, 0]
+            for place in range(1, length):
+                ends = torch.addcmul(added[:-1, place], decays[:-1, place], ends)
+            for end, decay in zip(ends, self._decays(steps[:-1].sum(1)), strict=True):
+                before.append(torch.addcmul(end, decay, before[-1]))
+        states, found = torch.stack(before), torch.empty_like(x)
+        for place in range(length):
+            states = torch.addcmul(added[:, place], decays[:, place], states)
+            found[:, place] = _read(states, c[:, place])
+        return found.flatten(0, 1)[:num_tokens], states[-1]
+
+    def _decays(self, steps: Tensor) -> Tensor:
+        """`[..., H, P]` -> `[..., H, P, N]`"""
+        return (steps.unsqueeze(-1) * self.rates).exp_()
+
+
+def _step(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """decay: of each element, `[B, H, P, N]`, or of each head `[B, H, 1, 1]`."""
+    state = torch.addcmul(x.unsqueeze(-1) * b.unsqueeze(-2), decay, state)
+    return _read(state, c), state
+
+
+def _read(state: Tensor, c: Tensor) -> Tensor:
+    """`[..., H, P, N]` and `[..., H, N]` -> `[..., H, P]`"""
+    return torch.matmul(state, c.unsqueeze(-1)).squeeze(-1)

@@ -38,9 +38,11 @@ def activate_rows(
     TOP_K: tl.constexpr, IN: tl.constexpr, SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BITS: tl.constexpr, OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     """`act(gate x, up x)` in float32, rounded once, for BLOCK_M rows of one expert and BLOCK_N of its SIZE columns.
+
+    Without a gate `max(up x, 0)^2`, and matrices and biases have half the rows.
 
     order: numbers of the pairs of token and expert, sorted by expert, those of expert e from starts[e] on; tiles[e]: number of the
     expert's first tile -> inner `[T * k, SIZE]` in this order. Programs (columns, tile); those after the last tile end at once.
@@ -61,32 +63,40 @@ def activate_rows(
             own_scales, own_offsets = scales + expert * (GROUPS * OUT), offsets + expert * (GROUPS * OUT)
             scales_of_rows = x_scales + token.to(tl.int64)[:, None] * tl.cdiv(IN, GROUP)
             for run in range(RUNS):
-                gate = add_run(
-                    gate, x_rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
-                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
-                )  # fmt: skip
+                if IS_GATED:
+                    gate = add_run(
+                        gate, x_rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
+                        IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
+                    )  # fmt: skip
+                row = IS_GATED * SIZE + column
                 up = add_run(
-                    up, x_rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, SIZE + column, column < SIZE,
+                    up, x_rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, row, column < SIZE,
                     IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
                 )  # fmt: skip
         else:
-            gates = gate_up + (expert.to(tl.int64) * 2 * SIZE + column)[None, :] * IN
+            gates = gate_up + (expert.to(tl.int64) * (1 + IS_GATED) * SIZE + column)[None, :] * IN
             for start in range(0, IN, BLOCK_K):
                 at = start + k
                 values = tl.load(x_rows + at[None, :], mask=is_row & (at < IN)[None, :], other=0.0)
                 is_there = (at < IN)[:, None] & is_column
-                matrix = tl.load(gates + at[:, None], mask=is_there, other=0.0)
-                gate = tl.dot(values, matrix, gate, input_precision=PRECISION)
-                matrix = tl.load(gates + SIZE * IN + at[:, None], mask=is_there, other=0.0)
+                if IS_GATED:
+                    matrix = tl.load(gates + at[:, None], mask=is_there, other=0.0)
+                    gate = tl.dot(values, matrix, gate, input_precision=PRECISION)
+                matrix = tl.load(gates + IS_GATED * SIZE * IN + at[:, None], mask=is_there, other=0.0)
                 up = tl.dot(values, matrix, up, input_precision=PRECISION)
         if HAS_BIAS:
-            biases = bias + expert * 2 * SIZE + column
-            gate += tl.load(biases, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(biases + SIZE, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+            biases = bias + expert * (1 + IS_GATED) * SIZE + column
+            if IS_GATED:
+                gate += tl.load(biases, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(biases + IS_GATED * SIZE, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
         # comparisons, so that NaN stays
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        made = gate / (1.0 + tl.exp(-alpha * gate)) * (up + shift)
+        if IS_GATED:
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+            made = gate / (1.0 + tl.exp(-alpha * gate)) * (up + shift)
+        else:
+            up = tl.where(up < 0.0, 0.0, up)
+            made = up * up
         to = inner + place.to(tl.int64)[:, None] * SIZE + column[None, :]
         tl.store(to, made.to(inner.dtype.element_ty), mask=is_row & is_column)
 
@@ -174,7 +184,8 @@ def grouped_experts(
         activate_rows[(triton.cdiv(inner_size, columns), num_tiles)](
             factors, scales, *gate_up, gate_up_bias, inner, order, starts, tiles, factors.stride(0),
             activation.alpha, limit, activation.shift,
-            TOP_K=top_k, SIZE=inner_size, HAS_BIAS=stack.gate_up_bias is not None, **_constants(stack.gate_up, size), **common,
+            TOP_K=top_k, SIZE=inner_size, HAS_BIAS=stack.gate_up_bias is not None, IS_GATED=int(activation.is_gated),
+            **_constants(stack.gate_up, size), **common,
         )  # fmt: skip
         factors, scales = _rounded(inner, stack.down)
         multiply_rows[(triton.cdiv(size, columns), num_tiles)](

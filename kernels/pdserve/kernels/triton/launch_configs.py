@@ -81,6 +81,12 @@ class LaunchConfigs:
     sum_columns: int = 1024
     """Outputs per program that sums parts."""
     sum_warps: int = 4
+    conv_channels: int = 128
+    """Channels per program of a step of convolutions with states."""
+    conv_warps: int = 4
+    state_numbers: int = 4096
+    """Numbers of a state's matrix per program."""
+    state_warps: int = 4
     max_registers: int | None = 255
     """See `register_limit`."""
 
@@ -111,6 +117,8 @@ TABLE = {
         expert_stages=2,
         grouped_stages=2,
         sum_warps=2,
+        conv_warps=2,
+        state_warps=2,
         max_registers=None,
     ),
     # tiles so small that tests with few numbers need several
@@ -138,6 +146,8 @@ TABLE = {
         float8_rows=64,
         float8_columns=32,
         sum_columns=32,
+        conv_channels=16,
+        state_numbers=256,
         max_registers=None,
     ),
 }

@@ -247,8 +247,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
         if self._layout.tp_size == receiver.tp_size == len(self._layout.shapes) == 1:
             return ()
-        source = self._layout.moved(without_draft_head=not self._layout.has_draft_head_of(receiver))
-        return head_groups(source, receiver)
+        others = not self._layout.has_draft_head_of(receiver)
+        return head_groups(self._layout.moved(without_draft_head=others), receiver.moved(without_draft_head=others))
 
     def _agree_on_digest(
         self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue

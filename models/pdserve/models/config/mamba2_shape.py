@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.config.family_fields import words
 from pdserve.models.json_object import JsonObject
 
+Mamba2Norm = Literal["before_gate", "after_gate"]
 _MAX_SIZE = 1 << 14
 _LEAST_RUNS = 8
 _LARGEST_STEP = 3.4e38
@@ -27,10 +28,13 @@ class MambaFields(NamedTuple):
     conv_length: str
     conv_bias: str
     projection_bias: str
+    output_bias: str
     expand: str
     """Heads have `expand * hidden_size` numbers together in families whose head_dim may be "auto"."""
     others: str
     """Fields that are read by no family, or by all."""
+    inner_size: str = ""
+    """In place of that product, where config.json has the field; empty: the family has no such field."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -39,31 +43,42 @@ class MambaFields(NamedTuple):
 
 GRANITE_FIELDS = MambaFields(
     num_heads="mamba_n_heads", head_dim="mamba_d_head", num_groups="mamba_n_groups", state_size="mamba_d_state",
-    conv_length="mamba_d_conv", conv_bias="mamba_conv_bias", projection_bias="mamba_proj_bias", expand="mamba_expand",
-    others="mamba_chunk_size time_step_limit",
+    conv_length="mamba_d_conv", conv_bias="mamba_conv_bias", projection_bias="mamba_proj_bias", output_bias="mamba_proj_bias",
+    expand="mamba_expand", others="mamba_chunk_size time_step_limit",
 )  # fmt: skip
 """Of Granite and Bamba."""
+FALCON_FIELDS = GRANITE_FIELDS._replace(output_bias="projectors_bias", inner_size="mamba_d_ssm")
+"""Of Falcon-H1."""
+MAMBA_FIELDS = MambaFields(
+    num_heads="num_heads", head_dim="head_dim", num_groups="n_groups", state_size="state_size", conv_length="conv_kernel",
+    conv_bias="use_conv_bias", projection_bias="use_bias", output_bias="use_bias", expand="expand",
+    others="chunk_size time_step_limit",
+)  # fmt: skip
+"""Of Mamba 2 alone."""
 NEMOTRON_FIELDS = MambaFields(
     num_heads="mamba_num_heads", head_dim="mamba_head_dim", num_groups="n_groups", state_size="ssm_state_size",
-    conv_length="conv_kernel", conv_bias="use_conv_bias", projection_bias="use_bias", expand="expand",
+    conv_length="conv_kernel", conv_bias="use_conv_bias", projection_bias="use_bias", output_bias="use_bias", expand="expand",
     others="chunk_size time_step_limit time_step_min time_step_max time_step_floor time_step_rank mamba_proj_bias "
     "mamba_ssm_cache_dtype use_mamba_kernels",
 )  # fmt: skip
 """Of Nemotron-H, which has a size of heads and does not read `expand`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Shape:
-    num_heads: int
-    head_dim: int
+    num_heads: int = 128
+    head_dim: int = 0
     """0, of defaults only: `expand` says it."""
     state_size: int
     """N"""
     num_groups: int
-    """Heads of one group have the same b and c."""
-    conv_length: int
-    conv_bias: bool
-    projection_bias: bool
+    """Heads of a group have the same b and c."""
+    conv_length: int = 4
+    conv_bias: bool = True
+    projection_bias: bool = False
+    output_bias: bool = False
+    norm: Mamba2Norm | None = "after_gate"
+    """Of the result, before or after its gate is applied; None: there is no norm."""
 
     def read(self, config: JsonObject, fields: MambaFields) -> Mamba2Shape:
         """The sizes in config.json, with these as defaults. Raises: ConfigError, UnsupportedModel."""
@@ -86,6 +101,7 @@ class Mamba2Shape:
             conv_length=config.integer(fields.conv_length, self.conv_length, minimum=2, maximum=_MAX_SIZE),
             conv_bias=config.boolean(fields.conv_bias, self.conv_bias),
             projection_bias=config.boolean(fields.projection_bias, self.projection_bias),
+            output_bias=config.boolean(fields.output_bias, self.output_bias),
         )
 
     @property
@@ -110,12 +126,20 @@ class Mamba2Shape:
         columns = (self.heads_per_run * self.head_dim + 2 * self.state_size) * (self.conv_length - 1)
         return columns + self.heads_per_run * self.head_dim * self.state_size
 
+    def shared_sizes(self, field: str) -> dict[str, int]:
+        """What ranks share, by the field of config.json that says how many heads there are."""
+        return {f"{field} in runs of {self.heads_per_run}": self.num_runs}
+
 
 def _head_dim(config: JsonObject, fields: MambaFields, num_heads: int) -> int:
-    """A head's part of `expand * hidden_size`. Raises: ConfigError."""
-    inner_size = config.integer(fields.expand, 2, maximum=_MAX_SIZE) * config.integer("hidden_size")
+    """A head's part of all heads' numbers. Raises: ConfigError."""
+    if fields.inner_size and config.has(fields.inner_size):
+        inner_size, name = config.integer(fields.inner_size, maximum=_MAX_SIZE * _MAX_SIZE), fields.inner_size
+    else:
+        inner_size = config.integer(fields.expand, 2, maximum=_MAX_SIZE) * config.integer("hidden_size")
+        name = f"{fields.expand} times hidden_size"
     if inner_size % num_heads:
-        raise config.error(fields.num_heads, f"a divisor of {fields.expand} times hidden_size ({inner_size})")
+        raise config.error(fields.num_heads, f"a divisor of {name} ({inner_size})")
     if config.get(fields.head_dim) not in (None, "auto", inner_size // num_heads):
         raise config.error(fields.head_dim, f'"auto" or {inner_size // num_heads}')
     return inner_size // num_heads

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _INDEX = "an index of keys (sparse attention)"
-_CHUNKS = "chunked attention, and layers of different shapes"
 
 MISSING: Mapping[str, str] = {
     "DeciLMForCausalLM": "layers of different shapes",
@@ -13,8 +12,6 @@ MISSING: Mapping[str, str] = {
     "Glm5NextForConditionalGeneration": _INDEX,
     "KimiK25ForConditionalGeneration": "a vision encoder of its own",
     "KimiK3ForConditionalGeneration": "attention residuals, and a vision encoder of its own",
-    "Llama4ForConditionalGeneration": _CHUNKS,
-    "Llama4ForCausalLM": _CHUNKS,
     "MiMoForCausalLM": "draft layers (multi-token prediction) in the checkpoint",
 }
 """Architecture -> the capability."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,17 +23,20 @@ from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.latent_shape import LatentShape
+from pdserve.models.config.query_temperature import QueryTemperature
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.state_shape import StateShape
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import (
+    ChunkedLocalAttentionSpec,
     DraftHeadSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
     StateSpec,
+    group_chunks,
     group_windows,
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
@@ -41,14 +44,16 @@ from pdserve.models.layers.draft_head import DraftNames, MtpHead
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.layers.side_mixer import SideMixer
+from pdserve.models.layers.token_inputs import TokenInputs
 from pdserve.models.weights.quantized.quantization_method import QuantizationMethod
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.weight_loader import WeightLoader
 
 MAX_LAYERS = 4096
 """Of config.json: an upper limit that no known model reaches."""
-_STATE, _DRAFT = -1, -2
-"""In place of a number of KV heads."""
+_STATE, _DRAFT = (-1,) * 3, (-2,) * 3
+"""In place of what `_heads_of` gives."""
 SILU = ("silu", "swish")
 """Two names of one activation."""
 
@@ -116,10 +121,11 @@ class ModelConfig:
         """Sizes of latent attention, whose rows are the one KV head; None: other attention."""
         return self.family.latent
 
-    @property
-    def rotary_head_dim(self) -> int:
-        """Numbers of a head to which `rope` belongs."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+    def rotary_head_dim(self, layer: int) -> int:
+        """Numbers of a head to which `layer_rope` belongs."""
+        if (own := self._own_head(layer)) is not None:
+            return own.rotary_head_dim(0)
+        return self.layer_head_dim(layer) if self.latent is None else self.latent.rope_dim
 
     @property
     def states(self) -> StateShape | None:
@@ -128,6 +134,11 @@ class ModelConfig:
 
     def has_state(self, layer: int) -> bool:
         return self.states is not None and layer < self.num_layers and self.states.layers[layer]
+
+    @property
+    def attends(self) -> bool:
+        """False: every layer has a state, and none keys."""
+        return self.states is None or not all(self.states.layers)
 
     def state_spec(self, layer: int) -> LayerStateSpec:
         """Of a layer with a state."""
@@ -138,18 +149,25 @@ class ModelConfig:
     def attention_spec(self, layer: int) -> AttentionSpec:
         if (own := self._own_head(layer)) is not None:
             return replace(own.attention_spec(0), kv_cache_group=self.kv_cache_place(layer)[0])
-        scale = self.family.attention_scale or self.head_dim**-0.5
+        head_dim = self.layer_head_dim(layer)
+        scale = self.family.attention_scale or head_dim**-0.5
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.layer_kv_heads(layer),
-            head_dim=self.head_dim,
+            head_dim=head_dim,
             scale=scale if self.latent is None else self.latent.scale(self.rope),
             value_dim=None if self.latent is None else self.latent.kv_lora_rank,
             window=self.sliding_windows[layer],
+            chunk=self.layer_chunk(layer),
             softcap=self.family.attention_softcap,
             sinks=self.family.has_layer_sinks(layer),
             kv_cache_group=self.kv_cache_place(layer)[0],
         )
+
+    def layer_chunk(self, layer: int) -> int | None:
+        """Positions of a chunk, to whose tokens a token of it attends; None: to those of all chunks."""
+        chunks = self.family.attention_chunks
+        return chunks[layer] if layer < len(chunks) else None
 
     def layer_rope(self, layer: int) -> RopeParameters | None:
         """None: the layer does not rotate."""
@@ -172,51 +190,75 @@ class ModelConfig:
     def verify_options(self, quantization: str | None, enable_lora: bool) -> None:
         """Check settings that the code which computes the model may not have. Raises: UnsupportedModel naming the setting."""
 
-    @property
-    def head_order(self) -> HeadOrder:
-        return HeadOrder(self.head_dim, self.head_dim - self.rope.unrotated_dim, self.family.rotates_neighbours)
+    def head_order(self, layer: int) -> HeadOrder:
+        head_dim, rope = self.layer_head_dim(layer), self.layer_rope(layer) or self.rope
+        return HeadOrder(head_dim, head_dim - rope.unrotated_dim, self.family.rotates_neighbours)
+
+    def layer_head_dim(self, layer: int) -> int:
+        """Numbers of a layer's heads."""
+        if (own := self._own_head(layer)) is not None:
+            return own.head_dim
+        sizes = self.family.layer_head_dims
+        return sizes[layer] if layer < len(sizes) else self.head_dim
 
     def layer_kv_heads(self, layer: int) -> int:
         """KV heads of a layer, of all ranks."""
         if (own := self._own_head(layer)) is not None:
             return own.num_kv_heads
-        if not self.family.layer_kv_heads or layer == self.num_layers:
-            return self.num_kv_heads
-        return self.family.layer_kv_heads[layer]
+        numbers = self.family.layer_kv_heads
+        return numbers[layer] if layer < len(numbers) else self.num_kv_heads
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values this one attends to: itself, or an earlier one."""
+        owners = self.family.key_layers
+        return owners[layer] if layer < len(owners) else layer
 
     def _own_head(self, layer: int) -> ModelConfig | None:
         """The configuration of a draft head with dimensions of its own, if the layer is that head's."""
         return None if self.draft_head is None or layer < self.num_layers else self.draft_head.own
 
-    def draft_rotation(self) -> tuple[RopeParameters | None, int]:
-        """Rotary embedding of the draft head, and the numbers of a head to which it belongs."""
-        own = self._own_head(self.num_layers) or self
-        return self.layer_rope(self.num_layers), own.rotary_head_dim
+    def _rows_per_token(self, layer: int) -> int:
+        """1: a latent row; 2: a key and a value."""
+        return 2 if self.latent is None or self._own_head(layer) is not None else 1
 
-    def _shape_of(self, layer: int) -> int:
+    def _heads_of(self, layer: int) -> tuple[int, int, int]:
+        """KV heads, numbers of a head, and rows of a token."""
+        return self.layer_kv_heads(layer), self.layer_head_dim(layer), self._rows_per_token(layer)
+
+    def _shape_of(self, layer: int) -> tuple[int, int, int]:
         """Equal for layers whose blocks have one shape."""
         if layer == self.num_layers:
             return _DRAFT
-        return _STATE if self.has_state(layer) else self.layer_kv_heads(layer)
+        return _STATE if self.has_state(layer) else self._heads_of(layer)
 
     @cached_property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each KV cache group: of equally many KV heads, and of one kind where windows are groups of their own."""
-        shapes: dict[int, list[int]] = {}
+        """Layers of each KV cache group: of equal KV heads, and of one kind where windows, or chunks, are groups of their own."""
+        shapes: dict[tuple[int, int, int], list[int]] = {}
         for layer in range(len(self.sliding_windows)):
-            shapes.setdefault(self._shape_of(layer), []).append(layer)
+            if self.keys_of(layer) == layer:
+                shapes.setdefault(self._shape_of(layer), []).append(layer)
         groups: list[tuple[int, ...]] = []
-        # layers with a state come after others: routers learn only of the first group, which is to have every full block. That of
-        # the draft head is the last, since a worker may lack it
-        for kind, layers in sorted(shapes.items(), key=lambda each: max(0, -each[0])):
+        # routers learn only of the first group, which is to have every full block if any has: layers with a state come after
+        # others. That of the draft head is the last, since a worker may lack it
+        for kind, layers in sorted(
+            shapes.items(), key=lambda each: (max(0, -each[0][0]), not self._keeps_all(each[1]))
+        ):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
-            if self.hybrid_kv_cache and kind >= 0:
-                found = kv_cache_group_layers([self.sliding_windows[layer] for layer in layers])
+            if self.hybrid_kv_cache and kind not in (_STATE, _DRAFT):
+                found = kv_cache_group_layers(
+                    [self.sliding_windows[layer] or self.layer_chunk(layer) for layer in layers]
+                )
             groups += [tuple(layers[place] for place in group) for group in found]
         return tuple(groups)
 
+    def _keeps_all(self, layers: Sequence[int]) -> bool:
+        """True if one of these layers attends to all earlier tokens."""
+        return any(self.sliding_windows[layer] is None and self.layer_chunk(layer) is None for layer in layers)
+
     def kv_cache_place(self, layer: int) -> tuple[int, int]:
-        """(number of the layer's KV cache group, the layer's index in the group's blocks)."""
+        """(number of the layer's KV cache group, the layer's index in the group's blocks); of the layer whose keys it uses."""
+        layer = self.keys_of(layer)
         for group_id, layers in enumerate(self.kv_cache_group_layers):
             if layer in layers:
                 return group_id, layers.index(layer)
@@ -224,10 +266,11 @@ class ModelConfig:
 
     def verify_sharding(self, size: int, folder: Path) -> None:
         """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
-        dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
-        dimensions |= self.family.inner_sizes(self.intermediate_size)
-        for num_kv_heads in sorted({self.layer_kv_heads(layer) for layer in range(len(self.sliding_windows))}):
-            verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
+        dimensions = {"num_attention_heads": self.num_heads} if self.attends else {}
+        dimensions |= {"vocab_size": self.vocab_size} | self.family.inner_sizes(self.intermediate_size)
+        layers = [layer for layer in range(len(self.sliding_windows)) if not self.has_state(layer)]
+        num_kv_heads = sorted({self.layer_kv_heads(layer) for layer in layers})
+        verify_sharding(size, dimensions, num_kv_heads, f"{folder / 'config.json'}")
 
     def kv_cache_groups(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
@@ -241,17 +284,11 @@ class ModelConfig:
     def _group_shapes(self) -> list[int]:
         """Per KV cache group, the index of the shape of its blocks."""
         groups = [(self._shape_of(layers[0]), layers) for layers in self.kv_cache_group_layers]
-        num_layers: dict[int, int] = {}
+        num_layers: dict[tuple[int, int, int], int] = {}
         for kind, layers in groups:
             num_layers[kind] = max(len(layers), num_layers.get(kind, 0))
-        # a layer of a draft head that has the heads of others has their blocks where those have one layer, too
-        own = self._own_head(self.num_layers)
-        is_same = own is None or (own.num_kv_heads, own.head_dim, self.latent) == (
-            self.num_kv_heads,
-            self.head_dim,
-            None,
-        )
-        heads = [self.layer_kv_heads(layers[0]) if kind == _DRAFT and is_same else kind for kind, layers in groups]
+        # a draft head's layer that has the heads of others has their blocks where those have one layer, too
+        heads = [self._heads_of(layers[0]) if kind == _DRAFT else kind for kind, layers in groups]
         shapes = [(of_group, num_layers[kind]) for of_group, (kind, _) in zip(heads, groups, strict=True)]
         return [list(dict.fromkeys(shapes)).index(each) for each in shapes]
 
@@ -266,8 +303,13 @@ class ModelConfig:
                 specs.append(DraftHeadSpec(shape))
                 continue
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
-            is_windowed = len(windows) == len(layers)
-            specs.append(SlidingWindowSpec(max(windows), shape) if is_windowed else FullAttentionSpec(shape))
+            chunks = {self.layer_chunk(layer) for layer in layers}
+            if len(windows) == len(layers):
+                specs.append(SlidingWindowSpec(max(windows), shape))
+            elif len(chunks) == 1 and (chunk := chunks.pop()) is not None:
+                specs.append(ChunkedLocalAttentionSpec(chunk, shape))
+            else:
+                specs.append(FullAttentionSpec(shape))
         return specs
 
     def kv_layout(
@@ -281,9 +323,14 @@ class ModelConfig:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} caches latent rows"
             )
-        if cache_dtype is not None and self.head_dim % SCALE_BYTES:
+        if cache_dtype is not None and not self.attends:
             raise ConfigError(
-                f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {self.head_dim}"
+                f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} has only states"
+            )
+        uneven = [size for size in map(self.layer_head_dim, range(len(self.sliding_windows))) if size % SCALE_BYTES]
+        if cache_dtype is not None and uneven:
+            raise ConfigError(
+                f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {uneven[0]}"
             )
         of_shapes: dict[int, list[tuple[int, ...]]] = {}
         for shape, layers in zip(self._group_shapes, self.kv_cache_group_layers, strict=True):
@@ -293,16 +340,16 @@ class ModelConfig:
             if self.has_state(groups[0][0]):
                 shapes.append(self._state_block(len(groups[0]), shard))
                 continue
-            num_kv_heads, own = self.layer_kv_heads(groups[0][0]), self._own_head(groups[0][0])
+            num_kv_heads = self.layer_kv_heads(groups[0][0])
             shapes.append(
                 BlockShape(
                     num_layers=max(map(len, groups)),
                     num_kv_heads=len(shard.heads(num_kv_heads)),
                     total_num_kv_heads=num_kv_heads,
-                    head_dim=self.head_dim if own is None else own.head_dim,
+                    head_dim=self.layer_head_dim(groups[0][0]),
                     block_size=block_size,
                     dtype=cache_dtype or self.dtype,
-                    rows_per_token=2 if self.latent is None or own is not None else 1,
+                    rows_per_token=self._rows_per_token(groups[0][0]),
                 )
             )
         return KvLayout(
@@ -313,6 +360,7 @@ class ModelConfig:
             shapes=tuple(shapes),
             group_shapes=tuple(self._group_shapes),
             group_windows=group_windows(self._kv_cache_specs()),
+            group_chunks=group_chunks(self._kv_cache_specs()),
             draft_head="" if self.draft_head is None else self.draft_head.name,
         )
 
@@ -361,6 +409,14 @@ class FamilyLayers:
     """Sizes of layers with a state per sequence, in a family that has them."""
     layer_kv_heads: tuple[int, ...] = ()
     """KV heads per layer; empty: all have `num_key_value_heads`."""
+    layer_head_dims: tuple[int, ...] = ()
+    """Numbers of a head per layer; empty: all have `head_dim`."""
+    key_layers: tuple[int, ...] = ()
+    """Per layer, see `ModelConfig.keys_of`; empty: each layer has keys and values of its own."""
+    attention_chunks: tuple[int | None, ...] = ()
+    """Per layer, see `ModelConfig.layer_chunk`; empty: no layer has chunks. A layer with chunks has no window."""
+    temperature: QueryTemperature | None = None
+    """Factor of queries in `unrotated_layers`; None: there is none."""
 
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""
@@ -373,6 +429,8 @@ class FamilyLayers:
     attentions_per_layer: ClassVar[int] = 1
     """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""
     intermediate_size_field: ClassVar[str] = "intermediate_size"
+    has_attention: ClassVar[bool] = True
+    """False: no model of the family has heads, an MLP or positions, and no limit of its length."""
     default_num_kv_heads: ClassVar[int | None] = None
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
@@ -411,6 +469,10 @@ class FamilyLayers:
     """See `AttentionSpec.sinks`."""
     has_images: ClassVar[bool] = False
     """True: the checkpoint has a vision encoder, too."""
+    unserved_parts: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of names of weights, under their names here, of encoders that are not computed: the model takes only text."""
+    takes_adapters: ClassVar[bool] = True
+    """False: layers do not have the names and sizes that adapters know."""
     has_fused_qkv: ClassVar[bool] = False
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False
@@ -431,12 +493,19 @@ class FamilyLayers:
         return None
 
     @property
+    def reads_token_ids(self) -> bool:
+        """True: layers read ids of tokens, so that prompts cannot be embeddings."""
+        return False
+
+    @property
     def has_qk_norm(self) -> bool:
         """True: queries and keys are normalised per head."""
         return self.qk_norm
 
     def ignores(self, weight: str, num_layers: int) -> bool:
         """True for a weight of a part that is not computed."""
+        if weight.startswith(self.unserved_parts):
+            return True
         found = re.match(r"model\.layers\.(\d+)\.", weight) if self.has_draft_layers else None
         return found is not None and int(found[1]) >= num_layers
 
@@ -456,11 +525,13 @@ class FamilyLayers:
         def norm(name: str) -> RmsNorm:
             return self.load_norm(weights, f"{names.full(name, number)}.weight", config)
 
+        layer = self.load_layer(weights, config, number, names.full(names.layer, number))
+        assert isinstance(layer, DecoderLayer)
         return MtpHead(
             embedding_norm=norm(names.embedding_norm),
             hidden_norm=norm(names.hidden_norm),
             projection=make_linear(weights.matrix(names.full(names.projection, number), hidden, 2 * hidden)),
-            layer=self.load_layer(weights, config, number, names.full(names.layer, number)),
+            layer=layer,
             final_norm=norm(names.final_norm),
             hidden_first=names.hidden_first,
             passes_normed=names.passes_normed,
@@ -476,7 +547,7 @@ class FamilyLayers:
 
     def load_layer(
         self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
-    ) -> DecoderLayer:
+    ) -> DecoderLayer | SideMixer:
         """Read the weights of layer `index` by their names in the checkpoint. prefix: of these, if it is not that of its number.
 
         Raises: ConfigError.
@@ -494,8 +565,17 @@ class FamilyLayers:
             mlp=self.load_mlp(weights, f"{prefix}.mlp", config, index),
             attention_post_norm=norm(self.norms.attention_post),
             mlp_post_norm=norm(self.norms.mlp_post),
-            residual_multiplier=self.residual_multiplier,
+            attention_multiplier=self.residual_multiplier,
+            mlp_multiplier=self.residual_multiplier,
         )
+
+    def linked(self, layers: list[DecoderLayer | SideMixer]) -> list[DecoderLayer | SideMixer]:
+        """All layers, those that use what others keep linked to them."""
+        return layers
+
+    def load_token_inputs(self, weights: WeightLoader, config: ModelConfig) -> TokenInputs | None:
+        """What each layer adds of a token's id; None: layers add nothing. Raises: ConfigError."""
+        return None
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
         """Raises: ConfigError."""
@@ -504,7 +584,7 @@ class FamilyLayers:
             return LatentAttention.load(weights, prefix, place, spec, self.latent, hidden, bias=self.qkv_bias)
         return SelfAttention.load(
             weights, prefix, place, spec, hidden,
-            order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
+            order=config.head_order(index), qkv_bias=self.qkv_bias, output_bias=self.output_bias,
             qk_norm_eps=config.rms_norm_eps if self.has_qk_norm or self.norms_projection else None,
             qk_norm_offset=self.norm_offset, norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
             is_gated=self.gates_attention,

@@ -16,7 +16,7 @@ from pdserve.models.json_object import MAX_INTEGER, JsonObject
 
 log = logging.getLogger(__name__)
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 DEFAULT_THETA = 10000.0
 _FIELDS = words(
     """
@@ -51,6 +51,8 @@ class RopeParameters:
     """See `for_length`."""
     unrotated_dim: int = 0
     """Numbers at the end of a head that no position rotates; even."""
+    rotated_part: float = 1.0
+    """Part of the pairs that are rotated, of all numbers of a head (proportional): the last pairs have the frequency 0."""
     mscale_all_dim: float = 0.0
     """Of scalings by `factor`, by which latent attention scales its scores; 0: it does not."""
     mrope: Mrope | None = None
@@ -76,6 +78,12 @@ class RopeParameters:
         Raises: UnsupportedModel, ConfigError.
         """
         rope = _rope_fields(config, default_theta)
+        if rope.text("rope_type", rope.text("type", "default")) == "proportional":
+            part = rope.number("partial_rotary_factor", 1.0)
+            if part > 1:
+                raise rope.error("partial_rotary_factor", "at most 1")
+            theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+            return cls("proportional", theta, rope.number("factor", 1.0), rotated_part=part)
         factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_rotary_factor))
         if factor != 1.0 and not may_be_partial:
             raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
@@ -122,8 +130,8 @@ class RopeParameters:
         """Rope types that extend a context of `original` tokens."""
         if rope_type == "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            if not high > low:
-                raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+            if not high >= low:
+                raise rope.error("high_freq_factor", f"at least low_freq_factor ({low:g})")
             return cls(rope_type, theta, rope.number("factor"), original, low_freq_factor=low, high_freq_factor=high)
         factor = rope.number("factor", max_positions / original)
         if rope_type == "yarn":
@@ -195,6 +203,10 @@ class RopeParameters:
         inverse = 1.0 / (self.theta**exponents)
         if self.rope_type == "linear":
             return inverse / self.factor
+        if self.rope_type == "proportional":
+            num_rotated = int(self.rotated_part * head_dim // 2)
+            inverse[num_rotated:] = 0
+            return inverse / self.factor
         if self.rope_type == "longrope":
             factors = self.long_factor if self.uses_long_factor else self.short_factor
             return 1.0 / (torch.tensor(factors) * self.theta**exponents)
@@ -207,6 +219,8 @@ class RopeParameters:
     def _llama3(self, inverse: Tensor) -> Tensor:
         """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
         turns = self.original_max_positions / (2 * math.pi / inverse)
+        if self.high_freq_factor == self.low_freq_factor:
+            return torch.where(turns < self.low_freq_factor, inverse / self.factor, inverse)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return (1 - kept) * inverse / self.factor + kept * inverse

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.common.errors import UnsupportedModel
 from pdserve.models.json_object import JsonObject
 
 
@@ -21,12 +20,8 @@ class StateShape:
     """Numbers of a head's state in one layer."""
 
     @classmethod
-    def of(cls, config: JsonObject, layers: tuple[bool, ...], num_heads: int, head_size: int) -> StateShape | None:
-        """None: no layer has a state. Raises: UnsupportedModel if all have one, and no layer keys."""
-        if all(layers):
-            raise UnsupportedModel(
-                f"{config.where}: each layer keeps a state, and none has attention, which is not served"
-            )
+    def of(cls, layers: tuple[bool, ...], num_heads: int, head_size: int) -> StateShape | None:
+        """None: no layer has a state."""
         return cls(layers, num_heads, head_size) if any(layers) else None
 
 

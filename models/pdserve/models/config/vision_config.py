@@ -68,7 +68,7 @@ def language_config(config: JsonObject) -> JsonObject:
     for name in ("dtype", "torch_dtype"):
         if values.get(name) is None and text.has(name):
             values[name] = text.get(name)
-    values["tie_word_embeddings"] = config.boolean("tie_word_embeddings", False) or text.boolean(
-        "tie_word_embeddings", False
-    )
+    if config.has("tie_word_embeddings") or text.has("tie_word_embeddings"):
+        is_tied = config.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
+        values["tie_word_embeddings"] = is_tied
     return JsonObject(values, config.where)

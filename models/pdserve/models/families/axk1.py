@@ -45,6 +45,7 @@ class AXK1(DeepSeekV3):
         self, weights: WeightLoader, config: ModelConfig, index: int, prefix: str | None = None
     ) -> DecoderLayer:
         layer = super().load_layer(weights, config, index, prefix)
+        assert isinstance(layer, DecoderLayer)
         if not self.sparse_layers[index]:
             return layer
         return replace(layer, mlp_post_norm=self.load_norm(weights, f"model.layers.{index}.{_POST_NORM}", config))

@@ -43,7 +43,7 @@ class DeltaNets(ModelFamily):
         if is_state is None:
             interval = config.integer("full_attention_interval", 4)
             is_state = tuple((layer + 1) % interval > 0 for layer in range(num_layers))
-        states = StateShape.of(config, is_state, delta.num_key_heads, delta.state_size)
+        states = StateShape.of(is_state, delta.num_key_heads, delta.state_size)
         return {
             "sliding_windows": (None,) * num_layers, "qkv_bias": bias, "output_bias": bias, "states": states, "delta": delta,
         }  # fmt: skip

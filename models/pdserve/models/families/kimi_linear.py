@@ -60,7 +60,7 @@ class KimiLinear(GroupedMixture):
             output_bias=has_bias,
             unrotated_layers=frozenset(range(num_layers)),
             latent=cls.default_latent.read(config),
-            states=StateShape.of(config, _state_layers(config, num_layers), delta.num_key_heads, delta.state_size),
+            states=StateShape.of(_state_layers(config, num_layers), delta.num_key_heads, delta.state_size),
             delta=delta,
             experts=cls.read_experts(config),
             sparse_layers=cls.read_sparse_layers(config, num_layers),

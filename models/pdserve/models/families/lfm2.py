@@ -50,7 +50,7 @@ class Lfm2(ModelFamily):
             is_state = layers_without(config, num_layers, "full_attn_idxs") or (False,) * num_layers
         return cls(
             sliding_windows=(None,) * num_layers,
-            states=StateShape.of(config, is_state, heads, hidden // heads * (length - 1)),
+            states=StateShape.of(is_state, heads, hidden // heads * (length - 1)),
             conv_length=length,
             conv_bias=config.boolean("conv_bias", False),
             mlp_size=cls._mlp_size(config),
@@ -79,7 +79,7 @@ class Lfm2(ModelFamily):
             return ShortConv.load(weights, name, place, spec, hidden, self.conv_length, bias=self.conv_bias)
         return SelfAttention.load(
             weights, prefix, place, config.attention_spec(index), hidden,
-            order=config.head_order, qkv_bias=False, output_bias=False, qk_norm_eps=config.rms_norm_eps,
+            order=config.head_order(index), qkv_bias=False, output_bias=False, qk_norm_eps=config.rms_norm_eps,
             norm_names=("q_layernorm", "k_layernorm"), output="out_proj",
         )  # fmt: skip
 

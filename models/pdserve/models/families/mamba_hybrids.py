@@ -29,11 +29,11 @@ class MambaHybrid(ModelFamily):
     mamba: Mamba2Shape
 
     mamba_fields: ClassVar[MambaFields] = GRANITE_FIELDS
-    default_mamba: ClassVar[Mamba2Shape] = Mamba2Shape(128, 0, 256, 1, 4, conv_bias=True, projection_bias=False)
+    default_mamba: ClassVar[Mamba2Shape] = Mamba2Shape(state_size=256, num_groups=1)
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
-        name = f"{self.mamba_fields.num_heads} in runs of {self.mamba.heads_per_run}"
-        return super().inner_sizes(intermediate_size) | {name: self.mamba.num_runs}
+        name = self.mamba_fields.num_heads
+        return super().inner_sizes(intermediate_size) | self.mamba.shared_sizes(name)
 
     def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
         if not config.has_state(index):
@@ -84,7 +84,7 @@ class GraniteHybrid(MambaHybrid):
             residual_multiplier=config.number("residual_multiplier", 1.0),
             logits_scaling=config.number("logits_scaling", 1.0),
             unrotated_layers=frozenset() if positions == "rope" else frozenset(range(num_layers)),
-            states=StateShape.of(config, is_state, mamba.num_runs, mamba.run_size),
+            states=StateShape.of(is_state, mamba.num_runs, mamba.run_size),
             mamba=mamba,
             num_experts=num_experts,
             top_k=top_k,
@@ -137,7 +137,7 @@ class Bamba(MambaHybrid):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=config.boolean("mlp_bias", False),
-            states=StateShape.of(config, is_state, mamba.num_runs, mamba.run_size),
+            states=StateShape.of(is_state, mamba.num_runs, mamba.run_size),
             mamba=mamba,
         )
 

@@ -134,6 +134,6 @@ class MiMoV2(GroupedMixture):
         place, spec = config.kv_cache_place(index)[1], config.attention_spec(index)
         return SelfAttention.load(
             weights, prefix, place, spec, config.hidden_size,
-            order=config.head_order, qkv_bias=self.qkv_bias, output_bias=False, value_dim=self.value_dim,
+            order=config.head_order(index), qkv_bias=self.qkv_bias, output_bias=False, value_dim=self.value_dim,
             value_scale=self.value_scale, sinks="attention_sink_bias",
         )  # fmt: skip

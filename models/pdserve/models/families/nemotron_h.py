@@ -58,7 +58,7 @@ class NemotronH(MambaHybrid):
     embedding_name: ClassVar[str] = "model.embeddings.weight"
     final_norm_name: ClassVar[str] = "model.norm_f.weight"
     mamba_fields = NEMOTRON_FIELDS
-    default_mamba = Mamba2Shape(128, 64, 128, 8, 4, conv_bias=True, projection_bias=False)
+    default_mamba = Mamba2Shape(head_dim=64, state_size=128, num_groups=8)
     default_experts: ClassVar[ExpertShape] = ExpertShape(8, 2, 7688)
 
     places: tuple[tuple[int, int | None], ...]
@@ -88,9 +88,7 @@ class NemotronH(MambaHybrid):
             sliding_windows=(None,) * num_layers,
             mlp_bias=config.boolean("mlp_bias", False),
             unrotated_layers=frozenset(range(num_layers)),
-            states=StateShape.of(
-                config, tuple(kinds[place] == _STATE for place, _ in places), mamba.num_runs, mamba.run_size
-            ),
+            states=StateShape.of(tuple(kinds[place] == _STATE for place, _ in places), mamba.num_runs, mamba.run_size),
             mamba=mamba,
             places=places,
             sparse_layers=tuple(place is not None and kinds[place] == _EXPERTS for _, place in places),

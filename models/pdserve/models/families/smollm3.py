@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelFamily
 from pdserve.models.config.sliding_windows import WINDOW_FIELDS, windows_by_layer_type
+from pdserve.models.config.unrotated_layers import read_unrotated_layers
 from pdserve.models.json_object import JsonObject
 
 
@@ -23,7 +24,7 @@ class SmolLM3(ModelFamily):
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> SmolLM3:
         bias = config.boolean("attention_bias", False)
-        unrotated = _unrotated_layers(config, num_layers)
+        unrotated = read_unrotated_layers(config, num_layers)
         kinds = ["sliding_attention" if layer in unrotated else "full_attention" for layer in range(num_layers)]
         return cls(
             windows_by_layer_type(config, num_layers, default_types=kinds, default_window=None),
@@ -32,14 +33,3 @@ class SmolLM3(ModelFamily):
             mlp_bias=config.boolean("mlp_bias", False),
             unrotated_layers=unrotated,
         )
-
-
-def _unrotated_layers(config: JsonObject, num_layers: int) -> frozenset[int]:
-    """Layers with 0 in `no_rope_layers`, or every layer of the interval. Raises: ConfigError."""
-    rotated = config.items("no_rope_layers")
-    if rotated is None:
-        interval = config.integer("no_rope_layer_interval", 4)
-        return frozenset(range(interval - 1, num_layers, interval))
-    if len(rotated) < num_layers or any(isinstance(flag, bool) or flag not in (0, 1) for flag in rotated):
-        raise config.error("no_rope_layers", f"a 0 or 1 for each of {num_layers} layers")
-    return frozenset(layer for layer in range(num_layers) if rotated[layer] == 0)

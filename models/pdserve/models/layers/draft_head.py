@@ -18,6 +18,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layer_plans import LayerPlan
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.decoder_layer import DecoderLayer
+from pdserve.models.layers.embedding import Embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class EagleHead(DraftHead):
     """`[Vd]`: the model's id of each token of the head; None: they are equal."""
     vocab_size: int
     """V, of the model."""
-    embedding: Tensor | None
+    embedding: Embedding | None
     """`[V, H]`; None: the model's."""
     norms_residual: bool
     """See `DraftHeadConfig`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
 from pdserve.kernels.state.delta_rule import DELTA_RULE
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
@@ -42,8 +42,8 @@ class GatedDeltaNet:
     shape: DeltaShape
     """Of all ranks."""
     inputs: DeltaInputs
-    weight: Tensor
-    """`[C, K]`: of the convolution, per key head its query, key and values."""
+    conv: CausalConv
+    """Of queries, keys and values, per key head its query, key and values."""
     dt_bias: Tensor
     """`[Hv, 1]`, or `[Hv, Dk]` with a decay per channel; float32"""
     decay: Tensor
@@ -101,7 +101,7 @@ class GatedDeltaNet:
                 read_by_head(weights, prefix, parts, heads, hidden_size),
                 read_by_head(weights, prefix, strengths, heads, hidden_size), len(own), shape.channels_per_key,
             ),
-            weight=kernel[channels].contiguous(),
+            conv=_conv(kernel[channels].contiguous(), shape),
             dt_bias=vector("dt_bias"),
             decay=vector("A_log").exp().neg(),
             norm=weights.tensor(f"{prefix}.norm.weight", shape.value_dim),
@@ -137,7 +137,7 @@ class GatedDeltaNet:
             spec=StateSpec(num_heads=len(own), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
             shape=shape,
             inputs=LowRankInputs.load(weights, prefix, heads, size, hidden_size),
-            weight=by_head(torch.cat(kernels).squeeze(1), sizes=[len(own) * size] * 3, num_heads=len(own)),
+            conv=_conv(by_head(torch.cat(kernels).squeeze(1), sizes=[len(own) * size] * 3, num_heads=len(own)), shape),
             dt_bias=weights.tensor(f"{prefix}.dt_bias", heads * size, part=part, dtype=torch.float32).view(-1, size),
             decay=weights.tensor(
                 f"{prefix}.A_log", 1, 1, heads, 1, part=None if is_whole else Part(2, own.start, own.stop), dtype=torch.float32
@@ -151,26 +151,24 @@ class GatedDeltaNet:
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, Hv * Dv]`, the input of `output`. Reads and writes the states of the step's sequences."""
-        shape, num_tokens, heads = self.shape, len(x), self.spec.num_heads
-        num_columns = shape.channels_per_key * (shape.conv_length - 1)
         mixed, gate, beta, step = self.inputs(x)
-        states = plan.read(self.index)
-        columns = states[..., :num_columns].reshape(len(states), -1, shape.conv_length - 1)
-        matrices = states[..., num_columns:].reshape(len(states), -1, shape.key_dim, shape.value_dim)
-        made, columns = causal_conv(mixed, columns, self.weight, None, plan)
-        found, matrices = self._delta(F.silu(made).view(num_tokens, heads, -1), beta, step, matrices, plan)
-        parts = columns.view(len(states), heads, -1), matrices.view(len(states), heads, -1)
-        plan.write(self.index, torch.cat(parts, -1))
-        return self._normed(found.to(x.dtype), gate.view(num_tokens, -1, shape.value_dim)).flatten(1)
+        found = self._found(plan, mixed, beta, step)
+        return self._normed(found.to(x.dtype), gate.view(len(x), -1, self.shape.value_dim)).flatten(1)
+
+    def _found(self, plan: StatePlan, mixed: Tensor, beta: Tensor, step: Tensor) -> Tensor:
+        """The first, third and fourth part of `Mixed` -> `[T, Hv, Dv]` float32. Reads and writes states."""
+        plan.keep(self._found, mixed, beta, step)
+        shape = self.shape
+        made = plan.convolve(self.index, self.conv, mixed).view(len(mixed), self.spec.num_heads, -1)
+        tokens = self._tokens(made, beta, step)
+        return plan.recur(self.index, DELTA_RULE, tokens, self.conv.num_kept, (shape.key_dim, shape.value_dim))
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
         self.attend(x, phases, plan, ops)
 
-    def _delta(
-        self, mixed: Tensor, beta: Tensor, step: Tensor, matrices: Tensor, plan: StatePlan
-    ) -> tuple[Tensor, Tensor]:
-        """mixed `[T, Hk, C]`, beta and step of `Mixed`, matrices `[B, Hv, Dk, Dv]` -> `[T, Hv, Dv]` float32, and those after it."""
+    def _tokens(self, mixed: Tensor, beta: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """mixed `[T, Hk, C]`, beta and step of `Mixed` -> the tokens of `DELTA_RULE`."""
         shape = self.shape
         sizes = [shape.key_dim, shape.key_dim, shape.values_per_key * shape.value_dim]
         query, key, value = torch.split(mixed, sizes, -1)
@@ -179,13 +177,18 @@ class GatedDeltaNet:
         value = value.reshape(len(value), -1, shape.value_dim).float()
         beta = beta.sigmoid().float()
         decay = self.decay * F.softplus(step.float() + self.dt_bias)
-        return DELTA_RULE.over_step((query, key, value, decay, beta), matrices, plan)
+        return query, key, value, decay, beta
 
     def _normed(self, found: Tensor, gate: Tensor) -> Tensor:
         """The norm of `found` times the gate, both `[T, Hv, Dv]`."""
         wide = found.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.norm * wide.to(self.norm.dtype) * self.gate(gate.float())).to(found.dtype)
+
+
+def _conv(kernel: Tensor, shape: DeltaShape) -> CausalConv:
+    """kernel: `[C, K]`, of this rank's key heads."""
+    return CausalConv(kernel, None, [ColumnPart(shape.channels_per_key)], has_silu=True)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -19,13 +19,15 @@ GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tan
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(act(gate x) * up x)`, or without a gate `down(act(up x))`."""
+    """`down(act(multiplier * gate x) * up x)`, or without a gate `down(act(up x))`."""
 
     gate_up: Linear
     """The weights of gate and up in one matrix, gate first; without a gate those of up."""
     down: Linear
     gate: Gate | None = None
     """None: SiLU."""
+    gate_multiplier: float = 1.0
+    """Factor of `gate x`."""
 
     @classmethod
     def load(
@@ -66,4 +68,7 @@ class GatedMlp:
 
     def _inner(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, I]`"""
-        return (ops.swiglu if self.gate is None else self.gate)(self.gate_up(x))
+        gate_up = self.gate_up(x)
+        if self.gate_multiplier != 1.0:
+            gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_multiplier)
+        return (ops.swiglu if self.gate is None else self.gate)(gate_up)

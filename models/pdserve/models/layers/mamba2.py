@@ -17,7 +17,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.rank_group import RankGroup
-from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
 from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
@@ -28,12 +28,18 @@ if TYPE_CHECKING:
     from pdserve.models.config.mamba2_shape import Mamba2Shape
 
 
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * silu(gate)`: x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H, P]` float32."""
+    return x * F.silu(gate.float()).view(x.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupNorm:
-    """`norm(x * silu(gate))` over the heads of each group."""
+    """`norm(x * silu(gate))`, or `norm(x) * silu(gate)`, over the heads of each group."""
 
     weight: Tensor
     """`[H * P]`, of this rank's heads."""
+    is_before_gate: bool
     eps: float
     group_of_head: Tensor
     """`[H]` int64"""
@@ -45,13 +51,17 @@ class GroupNorm:
     """The ranks that share groups; None: each group is one rank's."""
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H * P]` float32."""
-        x = x * F.silu(gate.float()).view(x.shape)
+        """x `[T, H, P]` float32, gate `[T, H * P]` -> `[T, H, P]` float32."""
+        if self.is_before_gate:
+            return gated(self._normed(x), gate)
+        return self._normed(gated(x, gate))
+
+    def _normed(self, x: Tensor) -> Tensor:
         squares = x.new_zeros((len(x), self.num_groups)).index_add_(1, self.group_of_head, x.square().sum(-1))
         if self.ranks is not None:
             squares = self.ranks.all_reduce(squares)
         factors = torch.rsqrt(squares / self.group_size + self.eps).index_select(1, self.group_of_head)
-        return (x * factors.unsqueeze(-1)).flatten(1) * self.weight
+        return x * factors.unsqueeze(-1) * self.weight.view(x.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +75,23 @@ class Mamba2:
     """Of all ranks."""
     inputs: Linear
     """Hidden state -> gates, x, b, c and steps."""
-    groups: Tensor
-    """`[runs]` int64: the place of each run's group among those of this rank."""
-    firsts: Tensor
-    """`[groups]` int64: the first run of each."""
-    weight: Tensor
-    """`[C, K]`: of the convolution of x, b and c."""
-    bias: Tensor | None
-    """`[C]`"""
+    group_of_head: Tensor
+    """`[H]` int64: the place of each head's group among those of this rank."""
+    conv: CausalConv
+    """Of x, b and c."""
     step_bias: Tensor
     """`[H]` float32"""
     decay: Tensor
     """`[H]` float32, negative: `-exp(A_log)`."""
     skip: Tensor
     """`[H]` float32: factor of x in the result."""
-    norm: GroupNorm
+    norm: GroupNorm | None
+    """None: the gate alone."""
     output: Linear
+    input_multiplier: float = 1.0
+    """Factor of the hidden state."""
+    multipliers: Tensor | None = None
+    """Factors of the outputs of `inputs`; None: there are none."""
 
     @classmethod
     def load(
@@ -92,10 +103,13 @@ class Mamba2:
         shape: Mamba2Shape,
         hidden_size: int,
         eps: float,
+        *,
+        input_multiplier: float = 1.0,
+        multipliers: Sequence[float] | None = None,
     ) -> Mamba2:
         """Read `{prefix}.in_proj`, `conv1d`, `dt_bias`, `A_log`, `D`, `norm` and `out_proj`.
 
-        spec, shape: with the runs of all ranks. Raises: ConfigError.
+        spec, shape: with the runs of all ranks. multipliers: of gates, x, b, c and steps. Raises: ConfigError.
         """
         shard, inner = weights.shard, shape.inner_size
         runs = shard.heads(shape.num_runs)
@@ -123,72 +137,70 @@ class Mamba2:
             return weights.tensor(f"{prefix}.{name}", shape.num_heads, part=_part(heads), dtype=torch.float32)
 
         step_bias = vector("dt_bias")
+        own_groups = torch.tensor(group_of_run, device=step_bias.device) - groups.start
+        firsts = torch.tensor([group_of_run.index(group) for group in groups], device=step_bias.device)
+        bc = ColumnPart(shape.state_size, own_groups, firsts)
+        conv = CausalConv(
+            convolved("weight", 1, shape.conv_length).squeeze(1), convolved("bias") if shape.conv_bias else None,
+            [ColumnPart(shape.heads_per_run * shape.head_dim), bc, bc], has_silu=True,
+        )  # fmt: skip
         of_heads = torch.tensor(group_of_run, device=step_bias.device).repeat_interleave(shape.heads_per_run)
         is_cut = shard.group is not None and shape.num_groups % shard.size != 0
+        norm = None
+        if shape.norm is not None:
+            norm = GroupNorm(
+                weights.tensor(f"{prefix}.norm.weight", inner, part=_part(x)), shape.norm == "before_gate", eps, of_heads,
+                shape.num_groups, inner // shape.num_groups, shard.group if is_cut else None,
+            )  # fmt: skip
+        factors = None
+        if multipliers is not None:
+            values = [value for value, each in zip(multipliers, rows, strict=True) for _ in each]
+            factors = torch.tensor(values, dtype=weights.dtype, device=step_bias.device)
         return cls(
             index=index,
             spec=StateSpec(num_heads=len(runs), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
             shape=shape,
             inputs=make_linear(matrix, added),
-            groups=torch.tensor(group_of_run, device=step_bias.device) - groups.start,
-            firsts=torch.tensor([group_of_run.index(group) for group in groups], device=step_bias.device),
-            weight=convolved("weight", 1, shape.conv_length).squeeze(1),
-            bias=convolved("bias") if shape.conv_bias else None,
+            group_of_head=of_heads - groups.start,
+            conv=conv,
             step_bias=step_bias,
             decay=vector("A_log").exp().neg(),
             skip=vector("D"),
-            norm=GroupNorm(
-                weights.tensor(f"{prefix}.norm.weight", inner, part=_part(x)), eps, of_heads, shape.num_groups,
-                inner // shape.num_groups, shard.group if is_cut else None,
-            ),
-            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.projection_bias),
-        )  # fmt: skip
+            norm=norm,
+            output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.output_bias),
+            input_multiplier=input_multiplier,
+            multipliers=factors,
+        )
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, H * P]`, the input of `output`. Reads and writes the states of the step's sequences."""
-        shape, num_groups = self.shape, len(self.firsts)
-        inner, bc = self.spec.num_heads * shape.heads_per_run * shape.head_dim, num_groups * shape.state_size
-        gate, mixed, steps = torch.split(self.inputs(x), [inner, inner + 2 * bc, len(self.skip)], -1)
-        columns, matrices = self._parts(plan.read(self.index))
-        made, columns = causal_conv(mixed, columns, self.weight, self.bias, plan)
-        made = F.silu(made).float()
+        inner = len(self.skip) * self.shape.head_dim
+        made = self.inputs(x if self.input_multiplier == 1.0 else x * self.input_multiplier)
+        if self.multipliers is not None:
+            made = made * self.multipliers
+        gate, mixed, steps = torch.split(made, [inner, len(self.conv.weight), len(self.skip)], -1)
+        found = self._found(plan, mixed, steps)
+        found = gated(found, gate) if self.norm is None else self.norm(found, gate)
+        return found.flatten(1).to(x.dtype)
+
+    def _found(self, plan: StatePlan, mixed: Tensor, steps: Tensor) -> Tensor:
+        """mixed `[T, C]`, steps `[T, H]` -> `[T, H, P]` float32. Reads and writes states."""
+        plan.keep(self._found, mixed, steps)
+        shape, num, inner = self.shape, len(mixed), len(self.skip) * self.shape.head_dim
+        bc = (len(self.conv.weight) - inner) // 2
+        made = plan.convolve(self.index, self.conv, mixed).float()
         own, b, c = torch.split(made, [inner, bc, bc], -1)
-        own = own.view(len(x), -1, shape.head_dim)
-        group_of_head = self.groups.repeat_interleave(shape.heads_per_run)
-        b, c = (each.view(len(x), num_groups, -1).index_select(1, group_of_head) for each in (b, c))
+        own = own.view(num, -1, shape.head_dim)
+        b, c = (each.view(num, -1, shape.state_size).index_select(1, self.group_of_head) for each in (b, c))
         steps = F.softplus(steps.float() + self.step_bias)
         tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
-        found, matrices = SELECTIVE_SCAN.over_step(tokens, matrices, plan)
-        plan.write(self.index, self._joined(columns, matrices))
-        return self.norm(found + own * self.skip.unsqueeze(-1), gate).to(x.dtype)
+        matrix = shape.head_dim, shape.state_size
+        found = plan.recur(self.index, SELECTIVE_SCAN, tokens, self.conv.num_kept, matrix)
+        return found + own * self.skip.unsqueeze(-1)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""
         self.attend(x, phases, plan, ops)
-
-    def _column_sizes(self) -> Sequence[int]:
-        """Numbers of a run's columns of x, and of b and c each."""
-        shape, length = self.shape, self.shape.conv_length - 1
-        return shape.heads_per_run * shape.head_dim * length, shape.state_size * length, shape.state_size * length
-
-    def _parts(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, runs, S]` -> columns `[B, C, K - 1]` and matrices `[B, H, P, N]`."""
-        shape, num, length = self.shape, len(states), self.shape.conv_length - 1
-        sizes = self._column_sizes()
-        x, b, c, matrices = torch.split(states, [*sizes, states.shape[-1] - sum(sizes)], -1)
-        columns = [x, *(each.index_select(1, self.firsts) for each in (b, c))]
-        return (
-            torch.cat([each.reshape(num, -1, length) for each in columns], 1),
-            matrices.reshape(num, -1, shape.head_dim, shape.state_size),
-        )
-
-    def _joined(self, columns: Tensor, matrices: Tensor) -> Tensor:
-        """The reverse."""
-        num, runs, num_groups = len(columns), len(self.groups), len(self.firsts)
-        bc = num_groups * self.shape.state_size
-        x, b, c = torch.split(columns, [columns.shape[1] - 2 * bc, bc, bc], 1)
-        of_runs = [each.reshape(num, num_groups, -1).index_select(1, self.groups) for each in (b, c)]
-        return torch.cat([x.reshape(num, runs, -1), *of_runs, matrices.reshape(num, runs, -1)], -1)
 
 
 def _after(rows: range, first: int) -> range:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layers.experts import route_in_groups, route_top_k
+from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -76,11 +77,50 @@ class BiasedRouter:
         return (weights * self.scale).to(x.dtype), experts
 
 
+@dataclass(frozen=True, slots=True)
+class NormedRouter:
+    """The `top_k` experts with the highest softmax probability of a normalised state. A token's weights, divided by their sum, are
+    multiplied by a factor of each expert."""
+
+    norm: RmsNorm
+    logits: Linear
+    """`[T, H]` -> `[T, E]`."""
+    top_k: int
+    factors: Tensor
+    """`[E]` float32"""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = self.logits(self.norm(x)).softmax(-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.top_k, -1)
+        weights = weights / weights.sum(-1, keepdim=True) * self.factors[experts]
+        return weights.to(x.dtype), experts
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRouter:
+    """The `top_k` experts with the highest logits; the sigmoid of a logit is the expert's weight."""
+
+    logits: Linear
+    """`[T, H]` -> `[T, E]`."""
+    top_k: int
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, experts = self.logits(x).topk(self.top_k, -1)
+        return logits.float().sigmoid().to(x.dtype), experts
+
+
 def load_router(
-    weights: WeightLoader, prefix: str, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool
+    weights: WeightLoader,
+    prefix: str,
+    hidden_size: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    normalise: bool,
+    name: str = "gate",
 ) -> TopKRouter:
-    """Read `{prefix}.gate`, which is not quantized: which experts a token has is not left to rounding. Raises: ConfigError."""
-    logits = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
+    """Read `{prefix}.{name}`, which is not quantized: which experts a token has is not left to rounding. Raises: ConfigError."""
+    logits = make_linear(weights.tensor(f"{prefix}.{name}.weight", num_experts, hidden_size))
     return TopKRouter(logits, top_k, normalise)
 
 

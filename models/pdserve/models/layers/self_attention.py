@@ -11,13 +11,27 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.cpu.linear import Linear, make_linear
-from pdserve.kernels.cpu.matrices import with_rows
+from pdserve.kernels.cpu.matrices import Matrix, with_rows
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm
-from pdserve.kernels.layers.rotary import HeadOrder
+from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
+from pdserve.kernels.layers.rotary import HeadOrder, rotate_heads
 from pdserve.models.layers.parallel_projection_norm import ParallelProjectionNorm
 from pdserve.models.weights.rank_shard import Part, RankShard
 from pdserve.models.weights.weight_loader import WeightLoader
+
+
+@dataclass(slots=True, eq=False)
+class SharedKeys:
+    """Keys and values of one step, `[T, Hkv, D]` each, of the layer that has them in its cache, for later layers."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def current(self) -> tuple[Tensor, Tensor]:
+        """Raises: RuntimeError before the layer that has them."""
+        if self.keys is None or self.values is None:
+            raise RuntimeError("a layer attends to keys that no layer has made")
+        return self.keys, self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,16 @@ class SelfAttention:
     """Factor of all values, which is that of the result."""
     gate: Linear | None = None
     """Hidden state -> numbers whose sigmoids are factors of the result; None: no gate."""
+    input_multiplier: float = 1.0
+    """Factor of the hidden state."""
+    scales_queries: bool = False
+    """True: the phases are factors of the queries, and nothing is rotated."""
+    value_norm: RmsNorm | None = None
+    """Normalises each head of values; None: no norm."""
+    shared: SharedKeys | None = None
+    """Where later layers find this layer's keys and values, or where it finds those of an earlier one; None: nobody shares them."""
+    has_keys: bool = True
+    """False: `qkv` gives only queries, which attend to keys and values of `shared`."""
 
     @classmethod
     def load(
@@ -64,17 +88,24 @@ class SelfAttention:
         value_dim: int | None = None,
         value_scale: float = 1.0,
         sinks: str = "sinks",
-        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        norm_names: tuple[str, str] | None = ("q_norm", "k_norm"),
         output: str = "o_proj",
         is_gated: bool = False,
+        scales_queries: bool = False,
+        norms_values: bool = False,
+        values_are_keys: bool = False,
+        shared: SharedKeys | None = None,
+        has_keys: bool = True,
         input_size: int | None = None,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
         qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads. is_fused: read `qkv_proj`
-        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms. is_gated: in
-        `q_proj`, the rows of each head are followed by those of its gate. input_size: default: hidden_size.
+        in place of the three. sinks, norm_names, output: names of weights, where a spec has sinks, and a layer norms;
+        norm_names None: the norms have no weights. is_gated: in `q_proj`, the rows of each head are followed by those of its gate.
+        norms_values: each head of values is normalised, too, without weights. values_are_keys: values are what `k_proj` gives.
+        shared, has_keys: see the fields. input_size: default: hidden_size.
         Raises: ConfigError.
         """
         shard = weights.shard
@@ -87,10 +118,11 @@ class SelfAttention:
         if qk_norm_eps is not None and norms_projection:
             projection_norm = _load_projection_norm(weights, prefix, spec, order, qk_norm_eps)
         elif qk_norm_eps is not None:
-            qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset)
+            qk_norm = _load_qk_norm(weights, prefix, norm_names, own, order, qk_norm_eps, qk_norm_offset, has_keys)
         qkv, gate = _load_qkv(
-            weights, prefix, spec, order, input_size or hidden_size, qkv_bias, is_fused, value_dim, is_gated
-        )
+            weights, prefix, spec, order, input_size or hidden_size, qkv_bias, is_fused, value_dim, is_gated, values_are_keys,
+            "qkv" if has_keys else "q",
+        )  # fmt: skip
         return cls(
             index=index,
             spec=own,
@@ -105,6 +137,10 @@ class SelfAttention:
             sinks=_load_sinks(weights, f"{prefix}.{sinks}", spec.num_heads) if spec.sinks else None,
             value_dim=value_dim,
             value_scale=value_scale,
+            scales_queries=scales_queries,
+            value_norm=RmsNorm(weights.ones(spec.head_dim), qk_norm_eps or 0.0) if norms_values else None,
+            shared=shared,
+            has_keys=has_keys,
         )
 
     def attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
@@ -120,26 +156,53 @@ class SelfAttention:
 
     def store(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> tuple[Tensor, Tensor, Tensor]:
         """Write keys and values into the cache. Arguments of `attend` -> q `[T, Hq, D]`, k and v `[T, Hkv, D]`."""
+        if self.input_multiplier != 1.0:
+            x = x * self.input_multiplier
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+        if not self.has_keys and self.shared is not None:
+            if self.qk_norm is not None:
+                self.qk_norm(qkv)
+            rotate_heads(qkv, phases)
+            return qkv, *self.shared.current()
+        q, k, v = self._stored(qkv, phases, plan, ops)
+        if self.shared is not None:
+            self.shared.keys, self.shared.values = k, v
+        return q, k, v
+
+    def _stored(self, qkv: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv `[T, Hq + 2 * Hkv, D]`, overwritten; others as of `store`."""
         if self.projection_norm is not None:
             self.projection_norm(qkv)
+        if self.value_norm is not None:
+            values = qkv[:, self.spec.num_heads + self.spec.num_kv_heads :]
+            values.copy_(self.value_norm(values))
+        if self.scales_queries:
+            heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
+            q, k, v = qkv.split(heads, 1)  # type: ignore[no-untyped-call]
+            plan.store(self.index, k, v)
+            return (q * phases.real[..., :1]).to(q.dtype), k, v
         return ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
 
 
 def _load_qk_norm(
     weights: WeightLoader,
     prefix: str,
-    names: tuple[str, str],
+    names: tuple[str, str] | None,
     spec: AttentionSpec,
     order: HeadOrder,
     eps: float,
     offset: float,
+    has_keys: bool,
 ) -> HeadNorm:
-    """spec: with the heads of this rank."""
-    q_weight, k_weight = (
-        order.paired(weights.norm(f"{prefix}.{name}.weight", spec.head_dim, eps, offset).weight) for name in names
-    )
-    return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
+    """spec: with the heads of this rank. names: None: the norms have no weights. has_keys: False: only of queries."""
+    num_heads = (spec.num_heads, spec.num_kv_heads)[: 1 + has_keys]
+    if names is None:
+        return HeadNorm(weights.ones(sum(num_heads), spec.head_dim), eps)
+    of_heads = [
+        order.paired(weights.norm(f"{prefix}.{name}.weight", spec.head_dim, eps, offset).weight).expand(count, -1)
+        for name, count in zip(names, num_heads, strict=False)
+    ]
+    return HeadNorm(torch.cat(of_heads), eps)
 
 
 def _load_sinks(weights: WeightLoader, name: str, num_heads: int) -> Tensor:
@@ -179,17 +242,27 @@ def _load_qkv(
     is_fused: bool,
     value_dim: int | None,
     is_gated: bool,
+    values_are_keys: bool,
+    kinds: str,
 ) -> tuple[Linear, Linear | None]:
     """The projections, and that of the gates. spec: with the heads of all ranks. value_dim: values with fewer numbers than keys are
-    padded with zeros."""
+    padded with zeros. kinds: `qkv`, or `q`."""
     matrices, biases = [], []
+    keys: tuple[Matrix, Tensor | None] | None = None
     gate: Linear | None = None
     all_rows, first = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 0
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
+        if name not in kinds:
+            continue
         size = value_dim if name == "v" and value_dim is not None else spec.head_dim
         is_double = is_gated and name == "q"
         size *= 1 + is_double
         rows, part = heads * size, _own_rows(weights.shard, heads, size)
+        if name == "v" and values_are_keys and keys is not None:
+            matrices.append(keys[0])
+            if keys[1] is not None:
+                biases.append(keys[1])
+            continue
         if is_fused:
             start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
             matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, input_size, Part(0, start, stop))
@@ -198,6 +271,8 @@ def _load_qkv(
             matrix = weights.matrix(f"{prefix}.{name}_proj", rows, input_size, part)
         arranged = partial(_padded_heads, size=size, padded=spec.head_dim) if name == "v" else order.paired
         added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part) if bias else None
+        if name == "k":
+            keys = matrix, added
         if is_double:
             own = partial(_half_of_heads, size=size, half=1)
             gate = make_linear(with_rows(matrix, own), None if added is None else own(added))
@@ -206,7 +281,8 @@ def _load_qkv(
         matrices.append(with_rows(matrix, arranged))
         if added is not None:
             biases.append(arranged(added))
-    weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
+    names = "qkk" if values_are_keys and len(kinds) > 1 else kinds
+    weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in names])
     return make_linear(weight, torch.cat(biases) if biases else None), gate
 
 

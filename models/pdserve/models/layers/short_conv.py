@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.state.causal_conv import causal_conv
+from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
 from pdserve.models.weights.rank_shard import Part
@@ -30,10 +30,7 @@ class ShortConv:
     spec: StateSpec
     inputs: Linear
     """Hidden state -> b, c and x of this rank's channels."""
-    weight: Tensor
-    """`[C, K]`"""
-    bias: Tensor | None
-    """`[C]`"""
+    conv: CausalConv
     output: Linear
 
     @classmethod
@@ -63,18 +60,23 @@ class ShortConv:
             index=index,
             spec=StateSpec(num_heads=len(own), head_size=spec.head_size, kv_cache_group=spec.kv_cache_group),
             inputs=make_linear(matrix, added),
-            weight=weights.tensor(f"{prefix}.conv.weight", hidden_size, 1, length, part=channels).squeeze(1),
-            bias=weights.tensor(f"{prefix}.conv.bias", hidden_size, part=channels) if bias else None,
+            conv=CausalConv(
+                weights.tensor(f"{prefix}.conv.weight", hidden_size, 1, length, part=channels).squeeze(1),
+                weights.tensor(f"{prefix}.conv.bias", hidden_size, part=channels) if bias else None,
+                [ColumnPart(size)],
+            ),
             output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, hidden_size, bias=bias),
         )
 
     def attend(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> Tensor:
         """x `[T, H]` -> `[T, C]`, the input of `output`. Reads and writes the states of the step's sequences."""
         b, c, values = self.inputs(x).chunk(3, -1)
-        before = plan.read(self.index).view(-1, c.shape[1], self.weight.shape[1] - 1)
-        made, after = causal_conv(b * values, before, self.weight, self.bias, plan)
-        plan.write(self.index, after.view(len(after), self.spec.num_heads, self.spec.head_size))
-        return made.mul_(c)
+        return self._convolved(plan, b * values).mul_(c)
+
+    def _convolved(self, plan: StatePlan, columns: Tensor) -> Tensor:
+        """`[T, C]` -> `[T, C]`. Reads and writes states."""
+        plan.keep(self._convolved, columns)
+        return plan.convolve(self.index, self.conv, columns)
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:
         """Write the states. Arguments of `attend`."""

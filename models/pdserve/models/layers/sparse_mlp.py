@@ -35,6 +35,8 @@ class SparseMlp:
     """The experts that every token has, side by side in one MLP."""
     shared_gate: Linear | None = None
     """`[T, H]` -> `[T, 1]`, whose sigmoid is their weight; None: the weight is 1."""
+    input_norm: RmsNorm | None = None
+    """Normalises the input of the router's experts, and not that of the router; None: no norm."""
     narrow: Linear | None = None
     """Hidden state -> what the experts of the router take; None: they take the hidden state."""
     widen: Linear | None = None
@@ -81,7 +83,9 @@ class SparseMlp:
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         routing_weights, chosen = self.router(x)
-        added = self.experts(x if self.narrow is None else self.narrow(x), routing_weights, chosen, ops)
+        inputs = x if self.input_norm is None else self.input_norm(x)
+        inputs = inputs if self.narrow is None else self.narrow(inputs)
+        added = self.experts(inputs, routing_weights, chosen, ops)
         # before the addition, every rank has the same residual and so the same experts per token
         added = added if self.group is None else self.group.all_reduce(added)
         added = added if self.widen is None else self.widen(added)

@@ -156,12 +156,14 @@ def with_lora_targets(
 
     def wrapped_layers() -> Iterator[DecoderLayer]:
         for index, layer in enumerate(decoder.layers):
-            attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
+            attention, prefix = layer.attention, f"model.layers.{index}"
             hidden, inner, name = config.hidden_size, config.intermediate_size, f"{prefix}.self_attn"
             if (
-                not isinstance(attention, SelfAttention)
+                not isinstance(layer, DecoderLayer)
+                or not isinstance(attention, SelfAttention)
                 or attention.gate is not None
                 or attention.value_dim is not None
+                or not config.family.takes_adapters
             ):
                 raise UnsupportedModel(
                     f"enable_lora is true, and the attention of {config.architecture} takes no adapters"
@@ -172,6 +174,7 @@ def with_lora_targets(
                 qkv=wrap(attention.qkv, hidden, _projections(name, config, attention.order, shard)),
                 output=wrap_row_parallel(attention.output, f"{name}.o_proj", q_size, hidden),
             )
+            mlp = layer.mlp
             if isinstance(mlp, GatedMlp):
                 mlp = replace(
                     mlp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,17 +56,18 @@ class RankShard:
 WHOLE = RankShard()
 
 
-def verify_sharding(size: int, dimensions: dict[str, int], num_kv_heads: int, where: str) -> None:
+def verify_sharding(size: int, dimensions: dict[str, int], num_kv_heads: Collection[int], where: str) -> None:
     """Check that `size` ranks can share a model.
 
-    dimensions: field of config.json -> length of a dimension that is divided evenly. where: for the message. Raises: ConfigError
-    naming the field.
+    dimensions: field of config.json -> length of a dimension that is divided evenly. num_kv_heads: different numbers of the layers.
+    where: for the message. Raises: ConfigError naming the field.
     """
     for name, length in dimensions.items():
         if length % size:
             raise ConfigError(f"tensor_parallel_size is {size}, which does not divide {name} ({length}) of {where}")
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, which neither divides num_key_value_heads ({num_kv_heads}) of {where}, nor is a "
-            "multiple of it"
-        )
+    for number in num_kv_heads:
+        if number % size and size % number:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, which neither divides num_key_value_heads ({number}) of {where}, nor is a "
+                "multiple of it"
+            )

@@ -103,6 +103,10 @@ class WeightLoader:
         self._count(name, self._whole_bytes(shape), tensor.nbytes)
         return tensor
 
+    def ones(self, *shape: int) -> Tensor:
+        """On the device, in the served dtype: weights that no checkpoint has."""
+        return torch.ones(shape, dtype=self.dtype, device=self._device)
+
     def borrowed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """As `tensor`, but a view of the file if it has the dtype and the device: the caller makes another tensor of it at once."""
         source = self._checkpoint.read(name, shape, FLOATS)

@@ -319,7 +319,7 @@ def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estima
 def _moved_token_bytes(decode: Candidate) -> float:
     """Bytes that a transfer moves per token of the prompt that `decode` has not reported."""
     layout = decode.worker.identity.layout
-    if layout.num_groups == 1:
+    if layout.group_windows == (0,):
         return layout.total_place_bytes / layout.block_size
     # blocks outside a window stay where they are
     num_blocks = layout.num_prompt_blocks(decode.num_tokens, decode.confirmed_blocks)

@@ -70,13 +70,26 @@ class PrefixIndex:
         """worker -> blocks of the prompt's longest prefix that it holds or will hold soon, 0 included."""
         return self.expect(hashes, self.reported(hashes, workers), now_s)
 
-    def reported(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey]) -> dict[WorkerKey, int]:
-        """worker -> blocks of the prompt's longest prefix that it has reported, 0 included."""
+    def reported(
+        self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], *, last_suffices: bool = False
+    ) -> dict[WorkerKey, int]:
+        """worker -> blocks of the prompt's longest prefix that it has reported, 0 included.
+
+        last_suffices: a worker has a prefix if it has its last block (`KvLayout.hits_need_last_block`).
+        """
         bits = {worker: self._bits.get(worker) for worker in workers}
         lengths = dict.fromkeys(bits, 0)
         alive = sum(1 << bit for bit in bits.values() if bit is not None)
         by_bit = {bit: worker for worker, bit in bits.items() if bit is not None}
         masks = self._masks
+        if last_suffices:
+            for depth in range(len(hashes), 0, -1):
+                found = alive & masks.get(hashes[depth - 1], 0)
+                _note(lengths, by_bit, found, depth)
+                alive &= ~found
+                if not alive:
+                    break
+            return lengths
         depth = 0
         for block_hash in hashes:
             left = alive & masks.get(block_hash, 0)
@@ -150,7 +163,7 @@ class _Speculation:
 
 
 def _note(lengths: dict[WorkerKey, int], by_bit: dict[int, WorkerKey], mask: int, depth: int) -> None:
-    """Limit the prefix length of every worker in `mask` to `depth`."""
+    """The prefix length of every worker in `mask` is `depth`."""
     while mask:
         low = mask & -mask
         lengths[by_bit[low.bit_length() - 1]] = depth

@@ -169,7 +169,9 @@ class WorkerSelector:
         candidates = []
         for layout, alike in by_layout.items():
             prompt = hashes(layout)
-            reported = self._index.reported(prompt, [worker.key for worker in alike])
+            reported = self._index.reported(
+                prompt, [worker.key for worker in alike], last_suffices=layout.hits_need_last_block
+            )
             overlaps = self._index.expect(prompt, reported, now_s)
             candidates += [
                 Candidate(

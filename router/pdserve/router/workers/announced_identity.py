@@ -28,7 +28,7 @@ _LAYOUT_LIMITS = {"tp_size": 1 << 12, "block_size": 1 << 14}
 _SHAPE_LIMITS = {
     "num_layers": 1 << 12,
     "total_num_kv_heads": 1 << 12,
-    "head_dim": 1 << 14,
+    "head_dim": 1 << 24,  # of a state the numbers of a head, hundreds of thousands in large models
     "block_size": 1 << 14,
     "rows_per_token": 2,
 }
@@ -82,6 +82,12 @@ def _verify_layout(layout: KvLayout) -> None:
         if not _FINGERPRINT.fullmatch(layout.draft_head):
             raise _wrong("draft_head", layout.draft_head, "1 to 64 letters or digits are needed")
         _within("the number of group_shapes with a draft_head", len(layout.group_shapes), 2, MAX_GROUPS)
+    if layout.group_chunks:
+        _within(
+            "the number of group_chunks", len(layout.group_chunks), len(layout.group_shapes), len(layout.group_shapes)
+        )
+        for window, chunk in zip(layout.group_windows, layout.group_chunks, strict=True):
+            _within("group_chunks", chunk, 0, 0 if window else MAX_TOKENS)
     _within("the number of shapes", len(layout.shapes), 1, len(layout.group_shapes))
     for number in layout.group_shapes:
         _within("group_shapes", number, 0, len(layout.shapes) - 1)

@@ -26,7 +26,7 @@ def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
         BlockShape(**{name: getattr(shape, name) for name in BlockShape.__struct_fields__}) for shape in message.shapes
     )
     fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
-    groups = {"group_shapes": tuple(message.group_shapes), "group_windows": tuple(message.group_windows)}
+    groups = {name: tuple(getattr(message, name)) for name in ("group_shapes", "group_windows", "group_chunks")}
     return KvLayout(**fields | groups | {"shapes": shapes})
 
 

@@ -50,6 +50,11 @@ class DraftModelFolder:
                 raise ConfigError(
                     f"{draft_folder} takes images, and a model that drafts sees tokens alone: name a text model"
                 )
+            if config.states is not None:
+                raise ConfigError(
+                    f"layers of {config.architecture} in {draft_folder} keep a state, which does not go back to before a wrong "
+                    "draft: name a model without such layers"
+                )
         _verify_vocabulary(setting.draft_model, draft_folder, config, folder, model)
         return cls(draft_folder, config, config.kv_cache_groups(settings.block_size, ""), setting)
 

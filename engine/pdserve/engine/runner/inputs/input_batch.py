@@ -5,7 +5,7 @@ A step's inputs are gathered by row numbers in a constant number of array operat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -200,12 +200,21 @@ class InputBatch:
         for table in self.block_tables:
             table.truncate(row, int(self.num_tokens[row]))
 
-    def decodes_first(self, num_tokens: Mapping[str, int]) -> tuple[IntArray, IntArray]:
-        """Rows of these requests and their token counts, `[S]` each; rows with one token first, as `AttentionBatch` requires."""
+    def decodes_first(
+        self, num_tokens: Mapping[str, int], tentative: Sequence[str] = ()
+    ) -> tuple[IntArray, IntArray, list[int]]:
+        """Rows of these requests and their token counts, `[S]` each, and the places of the tentative ones.
+
+        Rows with one token come first, and of these the tentative ones last, as `AttentionBatch` requires.
+        """
         rows = np.fromiter((self.rows[req_id] for req_id in num_tokens), np.int64)
         counts = np.fromiter(num_tokens.values(), np.int64)
-        order = np.argsort(counts > 1, kind="stable")
-        return rows[order], counts[order]
+        if not tentative:
+            order = np.argsort(counts > 1, kind="stable")
+            return rows[order], counts[order], []
+        is_tentative = np.isin(rows, [self.rows[req_id] for req_id in tentative])
+        order = np.lexsort((is_tentative, counts > 1))
+        return rows[order], counts[order], np.flatnonzero(is_tentative[order]).tolist()
 
     def are_complete(self, rows: IntArray) -> NDArray[np.bool_]:
         """True for each row whose last token, pending ones and drafts included, has been computed."""

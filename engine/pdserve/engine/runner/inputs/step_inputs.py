@@ -90,9 +90,13 @@ class _StepArrays:
     """Rows at the beginning with one token each."""
     most_chunks: int | None
     """See `AttentionBatch.most_chunks`."""
+    tentative: Sequence[int]
+    """See `AttentionBatch.tentative`."""
 
     @classmethod
-    def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray, shape: StepShape | None) -> _StepArrays:
+    def of(
+        cls, batch: InputBatch, rows: IntArray, counts: IntArray, shape: StepShape | None, tentative: Sequence[int]
+    ) -> _StepArrays:
         """shape: None for no padding."""
         computed = batch.num_computed[rows]
         row_of_token = np.repeat(rows, counts)
@@ -133,6 +137,7 @@ class _StepArrays:
             num_tokens=num_tokens,
             num_decodes=num_decodes,
             most_chunks=most_chunks,
+            tentative=tentative,
         )
 
     def slots(self, table: BlockTable) -> IntArray:
@@ -180,12 +185,19 @@ class StepInputBuilder:
         """Keep the tokens that these rows sampled, for a step that begins before the host has read them; both `[N]`."""
         self._newest.put(rows, token_ids)
 
-    def build(self, rows: IntArray, counts: IntArray, complete: IntArray, shape: StepShape | None) -> StepInputs:
+    def build(
+        self,
+        rows: IntArray,
+        counts: IntArray,
+        complete: IntArray,
+        shape: StepShape | None,
+        tentative: Sequence[int] = (),
+    ) -> StepInputs:
         """rows and counts `[S]`: tokens of each row, single ones first; complete `[C]`: places of the rows to sample.
 
-        shape: to which the step is padded; None: to none.
+        shape: to which the step is padded; None: to none. tentative: places, see `AttentionBatch.tentative`.
         """
-        step = _StepArrays.of(self._batch, rows, counts, shape)
+        step = _StepArrays.of(self._batch, rows, counts, shape, tentative)
         plan = SampledPlan.of(self._batch, rows, counts, complete) if len(complete) else None
         return self._staged(step, plan) if self._tables else self._shared(step, plan)
 
@@ -202,6 +214,7 @@ class StepInputBuilder:
                 block_tables=table.of_step(step.rows, step.seq_lens),
                 new_tails=step.new_tails,
                 most_chunks=step.most_chunks,
+                tentative=step.tentative,
                 plan_arrays=of_group,
                 device=self._device,
             )
@@ -253,6 +266,7 @@ class StepInputBuilder:
                     seq_lens_cpu=torch.from_numpy(step.seq_lens),
                     new_tails=new_tails,
                     most_chunks=step.most_chunks,
+                    tentative=step.tentative,
                     plan_arrays=plan_arrays[group],
                 )
             )

@@ -323,10 +323,9 @@ def _verified_config(folder: Path, settings: WorkerSettings) -> ModelConfig:
     config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
     verify_classifier(settings, folder, config)
     verify_encoder_decoder(settings, config)
-    if config.states is not None and settings.speculative_config is not None and settings.section != "prefill":
+    if config.family.reads_token_ids and settings.enable_prompt_embeds:
         raise ConfigError(
-            f"speculative_config is set, and layers of {config.architecture} keep a state, which has no way back from drafts "
-            "that are not accepted"
+            f"enable_prompt_embeds is true, and layers of {config.architecture} read ids of tokens (hidden_size_per_layer_input)"
         )
     config.verify_options(settings.rounded_weights, settings.enable_lora)
     return config

@@ -23,7 +23,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layer_plans import LayerBackend
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
-from pdserve.kernels.state.state_backend import StateBackend
+from pdserve.kernels.state.make_states import make_states
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import StateSpec
 
@@ -52,7 +52,7 @@ def make_model_runner(
     try:
         if attention is None:
             attention = [
-                StateBackend(kv_cache, config.block_size)
+                make_states(config.attention_backend, kv_cache, config.block_size)
                 if isinstance(spec, StateSpec)
                 else make_attention(config.attention_backend, kv_cache, model.dtype)
                 for spec, kv_cache in zip(config.kv_cache_specs, kv_caches, strict=True)

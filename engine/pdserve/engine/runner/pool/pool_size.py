@@ -14,7 +14,14 @@ from pdserve.engine.runner.drafts.draft_head_folder import draft_head_config
 from pdserve.engine.sequence_blocks import BlockCounts, max_sequence_tokens, num_window_blocks
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
-from pdserve.models.kv_cache import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec, StateSpec, shapes_of
+from pdserve.models.kv_cache import (
+    ChunkedLocalAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    StateSpec,
+    shapes_of,
+)
 
 _DYNAMIC = (
     ": beyond it the rope type 'dynamic' rotates all keys of a sequence again with each token, and cached keys are not"
@@ -116,7 +123,7 @@ def pool_size(
 
 
 _CACHED_WINDOWS = 2
-"""Windows that blocks of groups with one are for, per running sequence: its own, and one that the prefix cache keeps."""
+"""Windows, or chunks, that blocks of their groups are for, per running sequence: its own, and one that the prefix cache keeps."""
 _STATES = 4
 """States per running sequence: two that a step reads and writes, and two that the prefix cache keeps."""
 
@@ -131,8 +138,8 @@ def _shared(
         found = [0] * len(block_bytes)
         for spec in specs:
             limit = num_places
-            if isinstance(spec, SlidingWindowSpec):
-                of_sequence = num_window_blocks(spec.sliding_window, settings.block_size, step_tokens)
+            if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+                of_sequence = num_window_blocks(spec.reach, settings.block_size, step_tokens)
                 limit = min(limit, _CACHED_WINDOWS * settings.max_num_seqs * of_sequence)
             elif isinstance(spec, StateSpec):
                 limit = min(limit, _STATES * settings.max_num_seqs)

@@ -14,7 +14,7 @@ ALIGNMENT = 128
 
 
 def cut_into_pieces(
-    seq_lens: NDArray[np.int64], window: int | None, piece_tokens: int = PIECE_TOKENS
+    seq_lens: NDArray[np.int64], window: int | None, piece_tokens: int = PIECE_TOKENS, chunk: int | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Pieces of B rows, for `attend_pieces` and `join_pieces`.
 
@@ -22,9 +22,11 @@ def cut_into_pieces(
     without keys; window: keys that a row sees, its own included; None: all; piece_tokens: keys of a piece, a multiple of
     `ALIGNMENT`; a row that sees more than `MAX_PIECES` of them has longer ones -> pieces `[n, 4]`: row, first key, end, place in
     the order of rows; the longest pieces come first, so that short ones fill the end of a launch. `[B + 1]`: row i has places
-    `first_piece[i]..first_piece[i + 1] - 1`.
+    `first_piece[i]..first_piece[i + 1] - 1`. chunk: see `AttentionSpec`.
     """
     first_keys = np.maximum(seq_lens - window, 0) if window is not None else np.zeros_like(seq_lens)
+    if chunk is not None:
+        first_keys = np.maximum(seq_lens - 1, 0) // chunk * chunk
     starts = first_keys // ALIGNMENT * ALIGNMENT
     visible = seq_lens - starts
     sizes = np.maximum(-(-visible // (MAX_PIECES * ALIGNMENT)) * ALIGNMENT, piece_tokens)

@@ -14,12 +14,20 @@ from pdserve.kernels.triton.launch_configs import register_limit
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """First key that a row at this position sees, below 0 where a window reaches so far. CHUNKED: WINDOW is the size of a chunk."""
+    if CHUNKED:
+        return position // WINDOW * WINDOW
+    return position - WINDOW + 1
+
+
+@triton.jit
 def add_tiles(
     q, q_rest, keys, tables, position, begin, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
     distance_bias, num_columns, heads, of_row,
     D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, BS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`(best, total, acc)` with tiles `begin..end-1` of the sequence's keys. Without MASKED every row sees all of them. Keys before
     `first_key`, which no row sees, are not read: their blocks may be others'. With BIAS the rows are of these heads."""
@@ -33,7 +41,7 @@ def add_tiles(
         if CAUSAL:
             seen = seen & (at[None, :] <= position[:, None])
         if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            seen = seen & (at[None, :] >= first_seen(position, WINDOW, CHUNKED)[:, None])
         bias = 0.0
         if BIAS:
             bias = load_bias(distance_bias, num_columns, heads, of_row, position[:, None] - at[None, :])
@@ -49,13 +57,14 @@ def attend_tiles(
     q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride, lse_token_stride, lse_head_stride,
     HKV: tl.constexpr, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, JOIN: tl.constexpr,
+    SINKS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`softmax(cap(scale q k^T) + bias + mask) v` of one tile: BLOCK_M // H tokens with H of the G query heads of one KV head each.
 
     So keys are read once for H heads, a divisor of G. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the
-    tiles at the edges of what the rows see need a mask. DV and LATENT: see `load_tile`. WINDOW 0: none. With JOIN,
+    tiles at the edges of what the rows see need a mask. DV and LATENT: see `load_tile`. WINDOW 0: none; CHUNKED: see
+    `first_seen`. With JOIN,
     out `[T, Hq, DV]` already has the result over other keys, with the natural logarithm of its denominators in lse, and becomes the
     result over both. With SINKS and without JOIN, a head's number in sinks `[Hq]` is one more score, whose weight goes to no value.
     distance_bias: `[Hq, num_columns]`, with BIAS. Reference: `attend_prefill`.
@@ -84,13 +93,13 @@ def attend_tiles(
 
     last_key = first_position + num_rows if CAUSAL else seq_len
     end = tl.cdiv(last_key, BLOCK_N)
-    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    first_key = tl.maximum(first_seen(first_position, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
     begin = first_key // BLOCK_N
     # tiles full_begin..full_end-1 are seen by every row
     full_end = tl.maximum((first_position + 1 if CAUSAL else seq_len) // BLOCK_N, begin)
     full_begin = begin
     if WINDOW > 0:
-        full_begin = tl.maximum(first_position + num_rows - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
+        full_begin = tl.maximum(first_seen(first_position + num_rows - 1, WINDOW, CHUNKED) + BLOCK_N - 1, 0) // BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
     edge_begin = full_begin if LATENT else full_end
 
@@ -111,19 +120,19 @@ def attend_tiles(
         best, total, acc = add_tiles(
             queries, q_rest, keys, table, position, begin, full_begin, first_key, last_key, best, total, acc, scale, softcap,
             block_stride, distance_bias, num_columns, heads, of_row,
-            D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
+            D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CHUNKED, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
         )  # fmt: skip
     # one loop over latent rows, with masks: of two the compiler keeps sums in memory
     if not LATENT:
         best, total, acc = add_tiles(
             queries, q_rest, keys, table, position, full_begin, full_end, first_key, last_key, best, total, acc, scale, softcap,
             block_stride, distance_bias, num_columns, heads, of_row,
-            D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, BIAS, PRECISION,
+            D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CHUNKED, CAUSAL, False, SOFTCAP, BIAS, PRECISION,
         )  # fmt: skip
     best, total, acc = add_tiles(
         queries, q_rest, keys, table, position, edge_begin, end, first_key, last_key, best, total, acc, scale, softcap,
         block_stride, distance_bias, num_columns, heads, of_row,
-        D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
+        D, DV, LATENT, BS, BLOCK_D, BLOCK_R, BLOCK_N, WINDOW, CHUNKED, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
     )  # fmt: skip
     # rows of no token may have seen no key
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -147,7 +156,8 @@ def prefill_attention(
     tiles in out `[T, Hq, Dv]`, contiguous. Dv: `output_dim`."""
     _launch(
         q, kv_cache, layer, tables, tiles, spec, out, configs,
-        window=spec.window or 0, causal=spec.causal, lse=None, sinks=sinks, distance_bias=distance_bias,
+        window=spec.reach or 0, chunked=spec.chunk is not None, causal=spec.causal, lse=None, sinks=sinks,
+        distance_bias=distance_bias,
     )  # fmt: skip
 
 
@@ -170,7 +180,7 @@ def add_context(
     """
     _launch(
         q, kv_cache, layer, tables, tiles, spec, out, configs,
-        window=0, causal=False, lse=lse, sinks=None, distance_bias=None,
+        window=0, chunked=False, causal=False, lse=lse, sinks=None, distance_bias=None,
     )  # fmt: skip
 
 
@@ -185,6 +195,7 @@ def _launch(
     configs: AttentionConfigs,
     *,
     window: int,
+    chunked: bool,
     causal: bool,
     lse: Tensor | None,
     sinks: Tensor | None,
@@ -199,7 +210,7 @@ def _launch(
         HKV=spec.num_kv_heads, G=tile.group, H=tile.prefill_heads, D=spec.head_dim, DV=spec.output_dim,
         LATENT=spec.value_dim is not None, BS=kv_cache.shape[4],
         BLOCK_M=tile.prefill_rows, BLOCK_D=tile.value_dim, BLOCK_R=tile.rest_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
-        CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, SINKS=sinks is not None,
+        CHUNKED=chunked, CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, SINKS=sinks is not None,
         BIAS=distance_bias is not None, PRECISION=tile.precision,
         num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,
         **register_limit(tile.prefill_registers),

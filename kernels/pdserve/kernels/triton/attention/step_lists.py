@@ -56,16 +56,17 @@ class StepLists:
             () if full_chunk is None or self._lengths.most_chunks is not None else self._full_chunks(spec, full_chunk)
         )
         return SpecLists(
-            self._pieces(spec.window, piece_tokens) if self._lengths.num_decodes else None,
+            self._pieces(spec, piece_tokens) if self._lengths.num_decodes else None,
             self._tiles(tile_tokens, full),
             tuple(self._full_chunk(tile_tokens, sequence) for sequence in full),
         )
 
-    def _pieces(self, window: int | None, piece_tokens: int) -> str:
+    def _pieces(self, spec: AttentionSpec, piece_tokens: int) -> str:
         num_rows = self._lengths.num_decodes
-        name = f"pieces of {piece_tokens} tokens, window {window}, {num_rows} rows"
+        name = f"pieces of {piece_tokens} tokens, window {spec.window}, chunk {spec.chunk}, {num_rows} rows"
         if name not in self.arrays:
-            pieces, first_piece = cut_into_pieces(self._lengths.seq_lens[:num_rows], window, piece_tokens)
+            seq_lens = self._lengths.seq_lens[:num_rows]
+            pieces, first_piece = cut_into_pieces(seq_lens, spec.window, piece_tokens, spec.chunk)
             places = decode_places(num_rows)
             array = np.zeros(places.pieces + pieces.size, np.int32)
             array[places.count] = len(pieces)
@@ -75,9 +76,9 @@ class StepLists:
         return name
 
     def _full_chunks(self, spec: AttentionSpec, multiple: int) -> tuple[int, ...]:
-        """Sequences whose chunk has a multiple of this number of tokens, and no key that a window hides."""
+        """Sequences whose chunk has a multiple of this number of tokens, and no key that a window or a chunk hides."""
         query_lens, seq_lens = self._lengths.query_lens.tolist(), self._lengths.seq_lens.tolist()
-        longest = spec.window or max(seq_lens, default=0)
+        longest = spec.reach or max(seq_lens, default=0)
         return tuple(
             sequence
             for sequence in range(self._lengths.num_decodes, len(seq_lens))
@@ -93,7 +94,7 @@ class StepLists:
         ]
         if not sequences:
             return None
-        # specs have different full chunks only by their windows, and then different numbers of them
+        # specs have different full chunks only by their windows and chunks, and then different numbers of them
         name = f"tiles of {tile_tokens} tokens next to {len(full)} full chunks"
         if lengths.most_chunks is not None:
             num_tokens = int(lengths.query_lens.sum())

@@ -16,8 +16,8 @@ struct DecodeArguments {
   int64_t table_stride, table_width;
   const int64_t* seq_lens;
   int64_t num_seqs;
-  // query heads per KV head; 0 for no window
-  int64_t group_size, window;
+  // query heads per KV head; 0 for no window, 0 for no chunks; at most one of the two is above 0
+  int64_t group_size, window, chunk;
   // softcap 0 for none
   double scale, softcap;
   // q[num_seqs, Hkv * group_size, D] with strides in numbers, D contiguous; out contiguous
@@ -44,6 +44,7 @@ struct Level {
 
 // First and last + 1 of the keys that a row attends to.
 static inline int64_t first_key(const DecodeArguments& call, int64_t row) {
+  if (call.chunk > 0 && call.seq_lens[row] > 0) return (call.seq_lens[row] - 1) / call.chunk * call.chunk;
   const int64_t behind = call.seq_lens[row] - call.window;
   return call.window > 0 && behind > 0 ? behind : 0;
 }

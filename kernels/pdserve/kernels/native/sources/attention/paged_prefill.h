@@ -24,8 +24,8 @@ struct PrefillArguments {
   // query_starts[num_chunks + 1]: tokens of q; seq_lens[num_chunks]: tokens of the sequence that ends with the chunk
   const int64_t *query_starts, *seq_lens;
   int64_t num_chunks;
-  // query heads per KV head; 0 for no window
-  int64_t group_size, window, is_causal;
+  // query heads per KV head; 0 for no window, 0 for no chunks; at most one of the two is above 0
+  int64_t group_size, window, chunk, is_causal;
   // softcap 0 for none
   double scale, softcap;
   // q[tokens, Hkv * group_size, head_dim] and out[tokens, Hkv * group_size, value_dim] with strides in numbers, a head's contiguous
@@ -69,6 +69,7 @@ static inline int64_t chunk_tokens(const PrefillArguments& call, int64_t chunk) 
 
 // First of the keys that the token at a position attends to.
 static inline int64_t first_visible(const PrefillArguments& call, int64_t position) {
+  if (call.chunk > 0) return position - position % call.chunk;
   const int64_t first = position - call.window + 1;
   return call.window > 0 && first > 0 ? first : 0;
 }

@@ -223,14 +223,14 @@ OUTSIDE void cap_scores(const Room& room, int64_t num_keys, float cap) {
   for (int64_t at = 0; at < num_keys * N * WIDTH; at += WIDTH) store(room.scores + at, cap * hyperbolic(load(room.scores + at)));
 }
 
-// Scores of keys that come after a row's position, or lie before its window, become -inf. window: 0 for none.
+// Scores of keys that come after a row's position, or lie before its window or its chunk, become -inf.
 template <int N>
-OUTSIDE void hide(const Room& room, const int32_t* positions, int64_t start, int64_t num_keys, int64_t window) {
+OUTSIDE void hide(const PrefillArguments& call, const Room& room, const int32_t* positions, int64_t start, int64_t num_keys) {
   for (int part = 0; part < N; ++part) {
     Ints last, first;
     for (int lane = 0; lane < WIDTH; ++lane) {
       last[lane] = static_cast<int32_t>(positions[part * WIDTH + lane] - start);
-      first[lane] = window > 0 ? static_cast<int32_t>(positions[part * WIDTH + lane] - window + 1 - start) : -0x7fffffff;
+      first[lane] = static_cast<int32_t>(first_visible(call, positions[part * WIDTH + lane]) - start);
     }
     for (int64_t key = 0; key < num_keys; ++key) {
       float* at = room.scores + (key * N + part) * WIDTH;
@@ -395,7 +395,7 @@ struct Task {
 #endif
       score<N, PAIRS>(room, queries, num_keys, num_words, static_cast<float>(scale));
     if (call.softcap > 0) cap_scores<N>(room, num_keys, static_cast<float>(call.softcap * LOG2_E));
-    if (start + num_keys > end_of(first) || start < last_first) hide<N>(room, positions, start, num_keys, call.window);
+    if (start + num_keys > end_of(first) || start < last_first) hide<N>(call, room, positions, start, num_keys);
     weigh<N, PAIRS>(room, num_keys, maxima, totals);
 #if defined(__AMX_BF16__)
     if (in_tiles) return add_values_in_tiles<N>(room.transposed, room.scores, room.factors, num_keys, room.padded_values, sums);

@@ -129,15 +129,20 @@ inline Floats activated(const ExpertsCall& call, Floats gate, Floats up) {
   return cut / (1.0f + exponential(power)) * (bounded + call.shift);
 }
 
+inline Floats squared(Floats up) {
+  const Floats cut = larger(all(0.0f), up);
+  return cut * cut;
+}
+
 template <class Number>
 void activate_rows(const ExpertsCall& call, int64_t expert, int64_t block) {
   const int64_t size = padded<Number>(call.hidden_size), stride = blocks_of(call.inner_size) * CHANNELS;
-  const Number* gate = static_cast<const Number*>(call.gates[expert]) + block * size * CHANNELS;
+  const Number* gate = call.gates ? static_cast<const Number*>(call.gates[expert]) + block * size * CHANNELS : nullptr;
   const Number* up = static_cast<const Number*>(call.ups[expert]) + block * size * CHANNELS;
-  const float* bias = call.inner_biases ? call.inner_biases + expert * 2 * call.inner_size : nullptr;
+  const float* bias = call.inner_biases ? call.inner_biases + expert * call.parts * call.inner_size : nullptr;
   alignas(64) float gate_bias[CHANNELS], up_bias[CHANNELS], gates[MAX_ROWS * CHANNELS], ups[MAX_ROWS * CHANNELS];
   load_bias(bias, block, call.inner_size, gate_bias);
-  load_bias(bias ? bias + call.inner_size : nullptr, block, call.inner_size, up_bias);
+  load_bias(bias ? bias + (call.parts - 1) * call.inner_size : nullptr, block, call.inner_size, up_bias);
   const int64_t end = call.starts[expert + 1];
   int64_t num_rows;
   for (int64_t place = call.starts[expert]; place < end; place += num_rows) {
@@ -145,13 +150,14 @@ void activate_rows(const ExpertsCall& call, int64_t expert, int64_t block) {
     const Number* rows[MAX_ROWS];
     for (int64_t n = 0; n < num_rows; ++n)
       rows[n] = static_cast<const Number*>(call.x) + call.places[place + n] / call.top_k * call.x_stride;
-    multiply_rows(num_rows, rows, size, gate, gates);
+    if (gate) multiply_rows(num_rows, rows, size, gate, gates);
     multiply_rows(num_rows, rows, size, up, ups);
     Number* inner = static_cast<Number*>(call.inner) + place * stride + block * CHANNELS;
     for (int64_t n = 0; n < num_rows; ++n, inner += stride)
-      for (int64_t c = 0; c < CHANNELS; c += WIDTH)
-        store(inner + c, activated(call, load(gates + n * CHANNELS + c) + load(gate_bias + c),
-                                   load(ups + n * CHANNELS + c) + load(up_bias + c)));
+      for (int64_t c = 0; c < CHANNELS; c += WIDTH) {
+        const Floats own = load(ups + n * CHANNELS + c) + load(up_bias + c);
+        store(inner + c, gate ? activated(call, load(gates + n * CHANNELS + c) + load(gate_bias + c), own) : squared(own));
+      }
   }
 }
 
@@ -213,13 +219,13 @@ void combine_block(const ExpertsCall& call, int64_t block) {
 
 void activate_place(const ExpertsCall& call, int64_t place) {
   const int64_t size = call.inner_size;
-  float* row = static_cast<float*>(call.inner) + place * 2 * size;
+  float* row = static_cast<float*>(call.inner) + place * call.parts * size;
   for (int64_t i = 0; i < size; i += WIDTH) {
     const int64_t count = size - i < WIDTH ? size - i : WIDTH;
     Floats gate = {}, up = {};
     __builtin_memcpy(&gate, row + i, count * sizeof(float));
-    __builtin_memcpy(&up, row + size + i, count * sizeof(float));
-    const Floats inner = activated(call, gate, up);
+    __builtin_memcpy(&up, row + (call.parts - 1) * size + i, count * sizeof(float));
+    const Floats inner = call.parts > 1 ? activated(call, gate, up) : squared(up);
     __builtin_memcpy(row + i, &inner, count * sizeof(float));
   }
 }

@@ -59,7 +59,7 @@ void multiply_block(const Work& work, int64_t task) {
 void activate_place(const Work& work, int64_t place) {
   const ExpertsCall& call = *work.call;
   work.level->activate_place(call, place);
-  quantize(work, call.int8_downs[0], FLOAT32, static_cast<const float*>(call.inner) + place * 2 * call.inner_size, place);
+  quantize(work, call.int8_downs[0], FLOAT32, static_cast<const float*>(call.inner) + place * call.parts * call.inner_size, place);
 }
 
 void combine_int8(const Work& work, int64_t block) { work.level->combine_int8(*work.call, *work.int8, block); }
@@ -102,14 +102,14 @@ PUBLIC int64_t pdserve_apply_experts(const ExpertsCall* given, int64_t level, in
   Work work = {&call, LEVELS[level_index(level)], int8_level(int8), 0};
   const Threads threads = {call.num_threads, call.parallel};
   if (call.int8_downs) {
-    work.num_blocks = blocks_of(2 * call.inner_size);
+    work.num_blocks = blocks_of(call.parts * call.inner_size);
     threads.run_tasks<quantize_input>(work, num_places, num_places * call.hidden_size / THREAD_NUMBERS);
     threads.run_tasks<multiply_block>(work, num_used * work.num_blocks, worth);
     threads.run_tasks<activate_place>(work, num_places, num_places * call.inner_size / THREAD_NUMBERS);
     threads.run_tasks<combine_int8>(work, hidden_blocks, worth / 2);
   } else {
     work.num_blocks = blocks_of(call.inner_size);
-    threads.run_tasks<activate_block>(work, num_used * work.num_blocks, 2 * worth);
+    threads.run_tasks<activate_block>(work, num_used * work.num_blocks, call.parts * worth);
     threads.run_tasks<combine_block>(work, hidden_blocks, worth);
   }
   return 0;

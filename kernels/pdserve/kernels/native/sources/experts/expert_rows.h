@@ -7,16 +7,18 @@ constexpr int64_t FLOATS_TOGETHER = 1, BFLOATS_TOGETHER = 2;
 
 struct ExpertsCall {
   // Of each expert: gates[e] and ups[e] [I, H], downs[e] [H, I] as [blocks][padded / together][CHANNELS][together], zeros after
-  // the last input and channel
+  // the last input and channel. gates is null for experts without a gate
   const void* const* gates;
   const void* const* ups;
   const void* const* downs;
-  // inner_biases[E, 2 * I], gates first, and biases[E, H], or null
+  // inner_biases[E, parts * I], gates first, and biases[E, H], or null
   const float* inner_biases;
   const float* biases;
   int64_t num_experts, hidden_size, inner_size, dtype;
-  // act(g, u) = g' / (1 + exp(-alpha g')) * (clamp(u, -limit, limit) + shift) with g' = min(g, limit)
-  float alpha, limit, shift, unused;
+  // act(g, u) = g' / (1 + exp(-alpha g')) * (clamp(u, -limit, limit) + shift) with g' = min(g, limit); without a gate max(u, 0)^2
+  float alpha, limit, shift;
+  // 2: gate and up; 1: up
+  int32_t parts;
   // x[T, H], rows x_stride apart, with a zero after an odd number of bfloat16; experts[T, k] and weights[T, k]; out[T, H]
   const void* x;
   int64_t num_tokens, x_stride, top_k;
@@ -30,8 +32,8 @@ struct ExpertsCall {
   int64_t* used;
   void* inner;
   float* sums;
-  // Of int8 experts the matrices [2 * I, H] and [H, I], with their biases; gates, ups, downs and biases are null then, and inner is
-  // float32 [T * k, 2 * I]. Else null. Room: rows[T * k, the larger padded], row_scales[T * k]
+  // Of int8 experts the matrices [parts * I, H] and [H, I], with their biases; gates, ups, downs and biases are null then, and inner
+  // is float32 [T * k, parts * I]. Else null. Room: rows[T * k, the larger padded], row_scales[T * k]
   const Int8Call* int8_gate_ups;
   const Int8Call* int8_downs;
   uint8_t* rows;

@@ -1,0 +1,68 @@
+"""States in Triton kernels: steps of decode rows change their states in the pool, chunks are torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.state.causal_conv import CausalConv
+from pdserve.kernels.state.column_runs import column_runs
+from pdserve.kernels.state.delta_rule import DELTA_RULE
+from pdserve.kernels.state.in_place_plan import InPlacePlan
+from pdserve.kernels.state.recurrence import Recurrence
+from pdserve.kernels.state.state_backend import StateBackend, StatePlan
+from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
+from pdserve.kernels.triton.state_steps import RowStates, convolve_rows, delta_rows, scan_rows
+
+
+class TritonStateBackend(StateBackend):
+    """A `StateBackend` whose plans launch kernels. In Triton's interpreter also for CPUs, for tests."""
+
+    def __init__(self, kv_cache: Tensor, block_size: int, configs: LaunchConfigs | None = None) -> None:
+        """configs: default: the device's row of the table."""
+        super().__init__(kv_cache, block_size)
+        self.configs = configs or launch_configs(kv_cache.device)
+        self._runs: dict[CausalConv, Tensor] = {}
+
+    def _plan(self, batch: AttentionBatch) -> StatePlan:
+        return TritonStatePlan(batch, self._states, self._block_size, self)
+
+    def runs_of(self, conv: CausalConv) -> Tensor:
+        """`column_runs` on the device."""
+        if conv not in self._runs:
+            self._runs[conv] = torch.from_numpy(column_runs(conv, self._states.shape[1])).to(self._states.device)
+        return self._runs[conv]
+
+
+class TritonStatePlan(InPlacePlan):
+    """Decode rows in kernels, one launch per call."""
+
+    def __init__(self, batch: AttentionBatch, states: Tensor, block_size: int, backend: TritonStateBackend) -> None:
+        super().__init__(batch, states, block_size)
+        self._backend = backend
+
+    def _of(self, batch: AttentionBatch) -> StatePlan:
+        return TritonStatePlan(batch, self._states, self._block_size, self._backend)
+
+    def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
+        return conv.weight.is_contiguous()
+
+    def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
+        rows = RowStates(self._states, self._blocks, layer)
+        convolve_rows(rows, conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
+
+    def _recur_rows(
+        self,
+        layer: int,
+        recurrence: Recurrence,
+        tokens: Sequence[Tensor],
+        first: int,
+        shape: tuple[int, int],
+        out: Tensor,
+    ) -> None:
+        rows = RowStates(self._states, self._blocks, layer)
+        launch = delta_rows if recurrence == DELTA_RULE else scan_rows
+        launch(rows, tokens, first, shape, out, self._backend.configs)
