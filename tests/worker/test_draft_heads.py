@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.ranks import rank_processes
@@ -29,9 +30,7 @@ def head(model: HeadModel, num_tokens: int) -> dict[str, Any]:
     return {"speculative_config": head_setting(model, num_tokens)}
 
 
-@pytest.fixture(
-    scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     folder = tmp_path_factory.mktemp("heads")
     if request.param == "eagle3":
@@ -60,8 +59,10 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]
     return found
 
 
-def num_sent(length: int, num_groups: int) -> int:
-    return len(TransferOrder.of((0,) * num_groups, length, BLOCK_SIZE))
+def num_sent(length: int, layout: KvLayout, num_cached: int = 0) -> int:
+    """Blocks of a prompt that a transfer moves. layout: of the groups that it moves."""
+    order = TransferOrder.of(layout.group_windows, length, BLOCK_SIZE)
+    return len(order) - order.number(num_cached)
 
 
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])
@@ -80,7 +81,7 @@ async def test_decode_drafts_as_one_worker(
             drafted.clear()
             answer = await ask(pair, prompt, sampling_params=_params())
             oracle.check(prompt, answer.token_ids)
-            assert answer.num_landed == num_sent(length, 2)
+            assert answer.num_landed == num_sent(length, pair.d.identity.layout)
             firsts = [known for known, _ in drafted]
             assert firsts[0] == [*prompt, *answer.token_ids[:2]], "the first step after the hand-over drafts"
             for known, drafts in drafted:
@@ -98,12 +99,13 @@ async def test_a_worker_without_the_head(
     fields: dict[str, Any] = {"prefill" if has_head == "p" else "decode": head(model, 2)}
     async with running_pair(model.folder, **fields, **FIELDS) as pair:
         assert not pair.p.identity.layout.differences(pair.d.identity.layout)
+        layout = pair.d.identity.layout.without_draft_head()
         drafted.clear()  # what the workers tried at their start
         for length in LENGTHS:
             for _ in range(2):  # the second time blocks are cached here, those of the head are not
                 answer = await ask(pair, prompt_of(length), sampling_params=_params())
                 oracle.check(prompt_of(length), answer.token_ids)
-            assert answer.num_landed == num_sent(length, 1) - length // BLOCK_SIZE
+            assert answer.num_landed == num_sent(length, layout, length // BLOCK_SIZE)
         assert not any(drafts for _, drafts in drafted)
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
@@ -127,7 +129,7 @@ async def test_another_head_is_another_group(tmp_path: Path, drafted: list[tuple
         drafted.clear()
         answer = await ask(pair, prompt_of(40), sampling_params=_params())
         Oracle(model.folder).check(prompt_of(40), answer.token_ids)
-        assert answer.num_landed == num_sent(40, 1)
+        assert answer.num_landed == num_sent(40, pair.d.identity.layout.without_draft_head())
         assert not any(drafts for _, drafts in drafted)
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
@@ -148,7 +150,7 @@ async def test_ranks(
         for length in LENGTHS:
             answer = await ask(pair, prompt_of(length), sampling_params=_params())
             oracle.check(prompt_of(length), answer.token_ids)
-            assert answer.num_landed == num_sent(length, 2)
+            assert answer.num_landed == num_sent(length, pair.d.identity.layout)
         assert len(drafted) > 20
         for known, drafts in drafted:
             assert drafts

@@ -35,8 +35,11 @@ class DraftHeadModel:
         self.folder = folder
         fields = {**cases(family)[0], **changes}
         self.num_layers: int = fields.get("num_hidden_layers", 4)
+        self.shares_pool = family == "qwen3_next"
         if family == "qwen3_next":
-            kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(self.num_layers)]
+            kinds = [
+                "full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(self.num_layers)
+            ]
             fields["layer_types"] = [*kinds, "full_attention"]
         model = make_family(folder, family, {**fields, "num_hidden_layers": self.num_layers + 1})
         prefix = "model.layers.{}" if "n_routed_experts" in fields else "mtp"
@@ -121,6 +124,7 @@ class EagleModel:
 
     VOCAB = 200
     """Tokens of the head."""
+    shares_pool = False
 
     def __init__(self, folder: Path, head: Path, *, norms_residual: bool = False, **changes: Any) -> None:
         """Write both and their tokenizer. changes: fields of the model's configuration."""
@@ -206,8 +210,8 @@ class EagleModel:
         residual = (normed if self._norms_residual else hidden) + mixed @ weights["midlayer.self_attn.o_proj.weight"].T
         y = self._norm(residual, "midlayer.post_attention_layernorm")
         gate, up = (y @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        mlp: Tensor = (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
-        return residual + mlp
+        found: Tensor = residual + (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        return found
 
     def _rotated(self, x: Tensor) -> Tensor:
         frequencies = 500.0 ** (-torch.arange(0, self._dim, 2) / self._dim)
