@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.engine.runner.drafts.head_drafter import HeadDrafter
 from pdserve.engine.speculation.drafter import DraftRows
 from tests.support.engine.engine_harness import Harness
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.draft_heads import DraftHeadModel, EagleModel
+from tests.support.models.draft_heads import DraftHeadModel, EagleModel, HeadModel, head_setting
 
 SHARED = prompt_of(50, 7)
 PROMPTS = [[*SHARED, *prompt_of(5, 1)], [*SHARED, *prompt_of(40, 2)], prompt_of(9, 3), SHARED[:48], prompt_of(1, 4)]
@@ -26,21 +25,20 @@ MakeReal = Callable[..., Harness]
 Drafted = list[tuple[list[int], list[int]]]
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "eagle3", "eagle3_normed"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DraftHeadModel | EagleModel:
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "eagle3_normed")]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_next", "eagle3", *_SLOW])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     folder = tmp_path_factory.mktemp("heads")
     if request.param.startswith("eagle3"):
         return EagleModel(folder / "model", folder / "head", norms_residual=request.param == "eagle3_normed")
     return DraftHeadModel(folder, request.param)
 
 
-def drafting(model: DraftHeadModel | EagleModel, num_tokens: int) -> dict[str, Any]:
-    method, folder = ("mtp", None) if isinstance(model, DraftHeadModel) else ("eagle3", str(model.head))
-    setting = SpeculativeConfig(
-        method=method, model=folder, num_speculative_tokens=num_tokens, disable_by_batch_size=None
-    )
+def drafting(model: HeadModel, num_tokens: int) -> dict[str, Any]:
     head = {"has_draft_head": True} if isinstance(model, DraftHeadModel) else {"eagle_head": model.head}
-    return {**head, "speculative_config": setting}
+    return {**head, "speculative_config": head_setting(model, num_tokens)}
 
 
 def answers_of(
@@ -68,10 +66,11 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Drafted:
     return found
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize("room", [ROOM, ROOM | {"max_num_batched_tokens": 17, "block_size": 4}], ids=["", "chunks"])
+@pytest.mark.parametrize(
+    ("num_tokens", "room"), [(1, ROOM), (3, ROOM | {"max_num_batched_tokens": 17, "block_size": 4})], ids=["", "chunks"]
+)
 def test_drafts_are_those_of_the_head(
-    model: DraftHeadModel | EagleModel,
+    model: HeadModel,
     make_real_engine: MakeReal,
     drafted: Drafted,
     num_tokens: int,
@@ -90,13 +89,13 @@ def test_drafts_are_those_of_the_head(
     assert short < len(drafted) // 2
     stats = engine.scheduler.drafts.stats
     assert stats is not None
-    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
+    assert 0.1 < stats.num_accepted_tokens_per_pos[0] / stats.num_drafts < 0.95
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_text_is_the_one_without_drafts(
-    model: DraftHeadModel | EagleModel, make_real_engine: MakeReal, sampling: str, num_tokens: int
+    model: HeadModel, make_real_engine: MakeReal, sampling: str, num_tokens: int
 ) -> None:
     params = SAMPLING[sampling]
     expected = answers_of(make_real_engine(model.folder, **ROOM), params)
@@ -108,7 +107,7 @@ def test_a_text_is_the_one_without_drafts(
     assert stats.num_accepted_tokens > 0
 
 
-def test_forks_and_preemption(model: DraftHeadModel | EagleModel, make_real_engine: MakeReal) -> None:
+def test_forks_and_preemption(model: HeadModel, make_real_engine: MakeReal) -> None:
     params = SAMPLING["seeded"]
     expected = answers_of(make_real_engine(model.folder, **ROOM), params, n=3)
     tight = {"num_blocks": 14, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -119,7 +118,7 @@ def test_forks_and_preemption(model: DraftHeadModel | EagleModel, make_real_engi
 
 
 def test_cached_entries_are_those_that_are_computed(
-    model: DraftHeadModel | EagleModel, make_real_engine: MakeReal, drafted: Drafted
+    model: HeadModel, make_real_engine: MakeReal, drafted: Drafted
 ) -> None:
     """A conversation: the next prompt is the last one with its answer, whose blocks are in the prefix cache."""
     engine = make_real_engine(model.folder, **drafting(model, 2), **ROOM)

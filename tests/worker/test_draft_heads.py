@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
@@ -14,7 +17,7 @@ from pdserve.engine.runner.drafts.head_drafter import HeadDrafter
 from pdserve.engine.speculation.drafter import DraftRows
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.draft_heads import DraftHeadModel
+from tests.support.models.draft_heads import DraftHeadModel, EagleModel, HeadModel, head_setting
 from tests.support.models.oracle import Oracle
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
@@ -22,17 +25,22 @@ FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched
 LENGTHS = (5, 16, 17, 70, 100)
 
 
-def head(num_tokens: int) -> dict[str, Any]:
-    return {"speculative_config": SpeculativeConfig(method="mtp", num_speculative_tokens=num_tokens)}
+def head(model: HeadModel, num_tokens: int) -> dict[str, Any]:
+    return {"speculative_config": head_setting(model, num_tokens)}
+
+
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
+    folder = tmp_path_factory.mktemp("heads")
+    if request.param == "eagle3":
+        return EagleModel(folder / "model", folder / "head")
+    return DraftHeadModel(folder, request.param)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> DraftHeadModel:
-    return DraftHeadModel(tmp_path_factory.mktemp("heads"))
-
-
-@pytest.fixture(scope="module")
-def oracle(model: DraftHeadModel) -> Oracle:
+def oracle(model: HeadModel) -> Oracle:
     return Oracle(model.folder)
 
 
@@ -59,12 +67,14 @@ def num_sent(length: int, num_groups: int) -> int:
 @pytest.mark.parametrize("connector", ["tcp", "nixl"])
 @pytest.mark.parametrize("at_p", [1, 3])
 async def test_decode_drafts_as_one_worker(
-    model: DraftHeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], connector: str, at_p: int
+    model: HeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], connector: str, at_p: int
 ) -> None:
     """From its first step on, whatever number of tokens the prefill worker would draft."""
     if connector == "nixl":
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    async with running_pair(model.folder, connector=connector, prefill=head(at_p), decode=head(2), **FIELDS) as pair:
+    async with running_pair(
+        model.folder, connector=connector, prefill=head(model, at_p), decode=head(model, 2), **FIELDS
+    ) as pair:
         for length in LENGTHS:
             prompt = prompt_of(length)
             drafted.clear()
@@ -82,10 +92,10 @@ async def test_decode_drafts_as_one_worker(
 
 @pytest.mark.parametrize("has_head", ["p", "d"])
 async def test_a_worker_without_the_head(
-    model: DraftHeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], has_head: str
+    model: HeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], has_head: str
 ) -> None:
     """Its blocks are not moved. Decode does not draft then, but drafts what it computes itself."""
-    fields: dict[str, Any] = {"prefill" if has_head == "p" else "decode": head(2)}
+    fields: dict[str, Any] = {"prefill" if has_head == "p" else "decode": head(model, 2)}
     async with running_pair(model.folder, **fields, **FIELDS) as pair:
         assert not pair.p.identity.layout.differences(pair.d.identity.layout)
         drafted.clear()  # what the workers tried at their start
@@ -105,16 +115,34 @@ def _params() -> Any:
     return SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 
 
+async def test_another_head_is_another_group(tmp_path: Path, drafted: list[tuple[list[int], list[int]]]) -> None:
+    """Both workers have an EAGLE-3 head, with different numbers: the blocks of neither are moved."""
+    model = EagleModel(tmp_path / "model", tmp_path / "head")
+    shutil.copytree(model.head, tmp_path / "other")
+    save_file({**model.weights, "norm.weight": model.weights["norm.weight"] + 1}, tmp_path / "other/model.safetensors")
+    setting = SpeculativeConfig(method="eagle3", model=str(tmp_path / "other"), num_speculative_tokens=2)
+    async with running_pair(
+        model.folder, prefill={"speculative_config": setting}, decode=head(model, 2), **FIELDS
+    ) as pair:
+        drafted.clear()
+        answer = await ask(pair, prompt_of(40), sampling_params=_params())
+        Oracle(model.folder).check(prompt_of(40), answer.token_ids)
+        assert answer.num_landed == num_sent(40, 1)
+        assert not any(drafts for _, drafts in drafted)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=["1:2", "2:1", "2:2"])
 async def test_ranks(
-    model: DraftHeadModel,
+    model: HeadModel,
     oracle: Oracle,
     drafted: list[tuple[list[int], list[int]]],
     ranks: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_processes, "start_program", start_rank)
-    at_p, at_d = ({**head(2), "tensor_parallel_size": size} for size in ranks)
+    at_p, at_d = ({**head(model, 2), "tensor_parallel_size": size} for size in ranks)
     async with running_pair(model.folder, prefill=at_p, decode=at_d, **FIELDS) as pair:
         drafted.clear()
         for length in LENGTHS:

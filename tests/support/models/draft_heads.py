@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from tests.support.models.checkpoints import save_tokenizer
 from tests.support.models.family_checkpoints import cases, make_family
 
@@ -34,8 +35,9 @@ class DraftHeadModel:
         self.folder = folder
         fields = {**cases(family)[0], **changes}
         self.num_layers: int = fields.get("num_hidden_layers", 4)
-        if "layer_types" in fields:
-            fields["layer_types"] = [*fields["layer_types"], "full_attention"]
+        if family == "qwen3_next":
+            kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(self.num_layers)]
+            fields["layer_types"] = [*kinds, "full_attention"]
         model = make_family(folder, family, {**fields, "num_hidden_layers": self.num_layers + 1})
         prefix = "model.layers.{}" if "n_routed_experts" in fields else "mtp"
         names = _NAMES[prefix]
@@ -204,14 +206,29 @@ class EagleModel:
         residual = (normed if self._norms_residual else hidden) + mixed @ weights["midlayer.self_attn.o_proj.weight"].T
         y = self._norm(residual, "midlayer.post_attention_layernorm")
         gate, up = (y @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return residual + (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        mlp: Tensor = (nn.functional.silu(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        return residual + mlp
 
     def _rotated(self, x: Tensor) -> Tensor:
         frequencies = 500.0 ** (-torch.arange(0, self._dim, 2) / self._dim)
         angles = torch.arange(len(x))[:, None] * frequencies
         cos, sin = (torch.cat((part, part), dim=-1)[:, None] for part in (angles.cos(), angles.sin()))
         first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        turned: Tensor = x * cos + torch.cat((-second, first), dim=-1) * sin
+        return turned
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weights[f"{name}.weight"]
+        normed: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weights[f"{name}.weight"]
+        return normed
+
+
+HeadModel = DraftHeadModel | EagleModel
+
+
+def head_setting(model: HeadModel, num_tokens: int) -> SpeculativeConfig:
+    """The setting with which a worker drafts by the model's head, whatever the number of sequences."""
+    if isinstance(model, EagleModel):
+        return SpeculativeConfig(
+            method="eagle3", model=str(model.head), num_speculative_tokens=num_tokens, disable_by_batch_size=None
+        )
+    return SpeculativeConfig(method="mtp", num_speculative_tokens=num_tokens, disable_by_batch_size=None)
