@@ -29,9 +29,7 @@ def head(model: HeadModel, num_tokens: int) -> dict[str, Any]:
     return {"speculative_config": head_setting(model, num_tokens)}
 
 
-@pytest.fixture(
-    scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     folder = tmp_path_factory.mktemp("heads")
     if request.param == "eagle3":

@@ -36,7 +36,9 @@ class DraftHeadModel:
         fields = {**cases(family)[0], **changes}
         self.num_layers: int = fields.get("num_hidden_layers", 4)
         if family == "qwen3_next":
-            kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(self.num_layers)]
+            kinds = [
+                "full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(self.num_layers)
+            ]
             fields["layer_types"] = [*kinds, "full_attention"]
         model = make_family(folder, family, {**fields, "num_hidden_layers": self.num_layers + 1})
         prefix = "model.layers.{}" if "n_routed_experts" in fields else "mtp"
