@@ -191,7 +191,7 @@ class ModelConfig:
         # the draft head is the last, since a worker may lack it
         for kind, layers in sorted(shapes.items(), key=lambda each: max(0, -each[0])):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
-            if self.hybrid_kv_cache and kind >= 0:
+            if self.hybrid_kv_cache and kind >= 0 and not self._keeps_every_block:
                 found = kv_cache_group_layers([self.sliding_windows[layer] for layer in layers])
             groups += [tuple(layers[place] for place in group) for group in found]
         return tuple(groups)
@@ -219,6 +219,12 @@ class ModelConfig:
         return tuple(KVCacheGroupSpec(layers, spec, shape) for layers, spec, shape in groups)
 
     @property
+    def _keeps_every_block(self) -> bool:
+        """True with a draft head if all layers have windows: only the head's group would have every full block then, and not the
+        first."""
+        return self.has_draft_head and None not in self.family.sliding_windows
+
+    @property
     def _group_shapes(self) -> list[int]:
         """Per KV cache group, the index of the shape of its blocks."""
         groups = [(self._shape_of(layers[0]), layers) for layers in self.kv_cache_group_layers]
@@ -241,7 +247,7 @@ class ModelConfig:
                 specs.append(DraftHeadSpec(shape))
                 continue
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
-            is_windowed = len(windows) == len(layers)
+            is_windowed = len(windows) == len(layers) and not self._keeps_every_block
             specs.append(SlidingWindowSpec(max(windows), shape) if is_windowed else FullAttentionSpec(shape))
         return specs
 
