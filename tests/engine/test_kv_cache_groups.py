@@ -23,9 +23,11 @@ from tests.support.engine.drafters import greedy_drafter, speculation, use_draft
 from tests.support.engine.engine_harness import Harness, MakeEngine, specs_of
 from tests.support.engine.engine_pair import Pair
 from tests.support.engine.hash_model import (
+    STATE,
     VOCAB_SIZE,
     HashAttention,
     HashModel,
+    Window,
     greedy_answer,
     make_hash_cache,
     prompt_of,
@@ -325,6 +327,29 @@ def test_sources_need_room_for_their_windows_alone(make_engine: MakeEngine) -> N
     pair.run()
     for name, prompt in prompts.items():
         assert pair.answer(name).token_ids == greedy_answer(prompt, 3, GROUPS)
+
+
+@pytest.mark.parametrize(("num_blocks", "budget", "chunk"), [(18, 5, 2), (22, 5, 2), (18, 3, 0)])
+@pytest.mark.parametrize("lengths", [(22, 39, 9), (39, 22, 9)])
+def test_wanted_sources_with_states_do_not_wait_for_each_other(
+    make_engine: MakeEngine, lengths: tuple[int, ...], num_blocks: int, budget: int, chunk: int
+) -> None:
+    """Each has the blocks of its keys from the beginning, and needs a second one for states, before it frees the first."""
+    window: Window = (None, STATE)
+    p = make_engine(
+        sliding_window=window,
+        num_blocks=num_blocks,
+        max_model_len=40,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=chunk,
+    )
+    pair = Pair(p, make_engine(sliding_window=window))
+    for length in lengths:
+        pair.add(prompt_of(length), f"r{length}", params={"max_tokens": 1 if length == 39 else 2})
+    pair.run(300)
+    for length in lengths:
+        answer = pair.answer(f"r{length}").token_ids
+        assert answer == greedy_answer(prompt_of(length), len(answer), window)
 
 
 def test_blocks_that_a_token_sees_come_back_from_host_memory(make_engine: MakeEngine) -> None:

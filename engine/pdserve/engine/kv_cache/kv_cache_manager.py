@@ -26,7 +26,7 @@ from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Room
-from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, first_sent
+from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, StateManager, first_sent
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_windows
@@ -209,6 +209,10 @@ class KVCacheManager:
     def places(self, count: int) -> BlockCounts:
         """Blocks of as many places."""
         return tuple(count * of_place for of_place in self.per_place)
+
+    def state_places(self, count: int) -> BlockCounts:
+        """Blocks of as many places in groups with states alone."""
+        return self.coordinator.by_shape(count * isinstance(each, StateManager) for each in self.coordinator.managers)
 
     def growth(self, request: Request, num_tokens: int, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence takes at most until it has so many tokens, in a group with a window at a time.

@@ -160,8 +160,13 @@ class WaitingQueues:
             return self._admit_ready(request, budget, running)
         if request not in self._preempted and self._kept_waiting_by_others(request):
             return Refusal.OTHERS_FIRST
-        num_others = 0 if request.core.transfer_source else num_growing + self.num_ready
-        keep_free = self._kv.places(num_others + request.num_forks) if num_others else None
+        num_others, keep_free = num_growing + self.num_ready, None
+        if request.core.transfer_source:
+            # it has blocks for its whole prompt, but for the states on its way. A wanted source is never preempted; with these the
+            # one that was admitted first can always move on
+            keep_free = self._kv.state_places(num_others) if num_others and self._kv.has_states else None
+        elif num_others:
+            keep_free = self._kv.places(num_others + request.num_forks)
         chunk_budget = None if self._config.reserve_whole_prompt else budget
         if self._refused.still_lacks_room(request, keep_free, chunk_budget):
             return Refusal.NO_ROOM
