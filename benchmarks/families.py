@@ -92,7 +92,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """`model_type` -> fields of config.json beside `_COMMON`."""
 EXPERTS_IN_TORCH = "native, experts in torch"
 """As "native", without the C++ call for experts."""
-SIDES = ("native", EXPERTS_IN_TORCH, "model_impl transformers", "transformers", "vLLM")
+STATES_IN_TORCH = "native, states in torch"
+"""As "native", without the C++ calls for states."""
+SIDES = ("native", EXPERTS_IN_TORCH, STATES_IN_TORCH, "model_impl transformers", "transformers", "vLLM")
 Generate = Callable[[list[list[int]], int], None]
 """Prompts and the number of tokens to generate for each."""
 
@@ -177,9 +179,15 @@ def make_without_native_experts(folder: str) -> Generate:
     return make_pdserve(folder, "native")
 
 
+def make_without_native_states(folder: str) -> Generate:
+    mock.patch("pdserve.kernels.state.make_states.unsupported_states", return_value="it is another side").start()
+    return make_pdserve(folder, "native")
+
+
 MAKE: dict[str, Callable[[str], Generate]] = {
     "native": lambda folder: make_pdserve(folder, "native"),
     EXPERTS_IN_TORCH: make_without_native_experts,
+    STATES_IN_TORCH: make_without_native_states,
     "model_impl transformers": lambda folder: make_pdserve(folder, "transformers"),
     "transformers": make_transformers,
     "vLLM": make_vllm,
@@ -288,7 +296,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[2:]), help="beside native")
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[3:]), help="beside native")
     parser.add_argument("--vllm", help="the interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)

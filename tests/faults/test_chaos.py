@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.models.draft_heads import DraftHeadModel
 from tests.support.models.family_checkpoints import make_windowed_model
 from tests.support.models.lora_adapters import adapter_flags
 from tests.support.models.real_weights import real_folder
@@ -45,7 +46,7 @@ HOST_TIER = ("num_blocks=60", "kv_host_mib=16")
 BLOCKS_OF_GROUPS, NUM_GROUPS = 16, 4
 """Memory of all layers, and the groups of the model with windows: the pool has 64 blocks, of which the longest sequence has 40."""
 DRAFTS = {"num_speculative_tokens": 3, "disable_by_batch_size": 6}
-"""None while many sequences run; they are of the model itself, and so nearly always right."""
+"""None while many sequences run; they are of the model itself, and so nearly always right, or of its draft head."""
 LOADED = "pdserve_kv_host_blocks_loaded_total"
 ACCEPTED = "pdserve_spec_decode_num_accepted_tokens_total"
 OF_PARTS = (*WAYS, PART_KILLED, PART_STOPPED)
@@ -63,6 +64,10 @@ class Run:
     """Given to all workers."""
     adapters: Sequence[str] = ()
     drafts: bool = False
+    head: bool = False
+    """With a model that drafts with its own head."""
+    lacking: Sequence[str] = ()
+    """Workers without the head."""
     groups: bool = False
     """With a model that has windows in some layers, and so KV cache groups."""
     real: bool = False
@@ -73,12 +78,14 @@ class Run:
     used: Sequence[str] = ()
     """Counters of workers that show that the feature was in use."""
 
-    def flags(self, model: Path) -> list[str]:
+    def flags(self, model: Path, worker: str) -> list[str]:
         settings = [f"connector={self.connector}", *self.settings]
         if self.groups:
             settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
             settings.append(f"speculative_config={json.dumps(DRAFTS | {'model': str(model)})}")
+        if self.head and worker not in self.lacking:
+            settings.append(f"speculative_config={json.dumps(DRAFTS | {'method': 'mtp'})}")
         return [f"--{setting}" for setting in settings]
 
 
@@ -95,6 +102,10 @@ RUNS = {
     "adapters-remote-two": Run(6, at_once=2, placement=ALL_REMOTE, adapters=_NAMES, num_rounds=15),
     "drafts": Run(7, drafts=True, used=(ACCEPTED,)),
     "drafts-nixl-two": Run(8, "nixl", at_once=2, placement=ALL_REMOTE, drafts=True, used=(ACCEPTED,)),
+    "head": Run(19, head=True, used=(ACCEPTED,)),
+    "head-lacking-remote-two": Run(
+        20, at_once=2, placement=ALL_REMOTE, head=True, lacking=("prefill-2", "decode-2"), used=(ACCEPTED,)
+    ),
     "ranks": Run(9, settings=("tensor_parallel_size=2",), parts=_RANKS, num_rounds=6),
     "ranks-drafts-tier-remote-two": Run(
         15,
@@ -129,6 +140,8 @@ async def test_i4_faults_at_random_moments_change_no_answer(
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     if run.real:
         base = real_folder("smollm2")
+    elif run.head:
+        base = DraftHeadModel(tmp_path / "heads").folder
     else:
         base = (
             make_windowed_model(tmp_path / "gemma3") if run.groups else tiny_checkpoints("llama", num_hidden_layers=4)
@@ -138,7 +151,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     ways = OF_PARTS if run.parts else WAYS
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         for name in WORKERS:
-            flags = ["--model", model, *FLAGS, *run.flags(base), *PIECES.get(name, ()), *lora]
+            flags = ["--model", model, *FLAGS, *run.flags(base, name), *PIECES.get(name, ()), *lora]
             cluster.launch_worker(role_of(name), *flags, name=name)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:

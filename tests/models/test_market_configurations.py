@@ -421,7 +421,7 @@ NEEDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a limit of steps": (
         text("NemotronHForCausalLM", "nemotron_h", **SCANS, hybrid_override_pattern="M*", time_step_limit=[0.001, 0.1]),
-        "time_step_limit other than 0 and infinity",
+        "time_step_limit is [0.001, 0.1]; steps are computed between 0 and infinity",
     ),
     "an index of keys": (text("GlmMoeDsaForCausalLM", "glm_moe_dsa", n_routed_experts=8), "indexed_attention"),
     "layers of different shapes": (

@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from pdserve.common.errors import TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.runner.drafts.head_drafter import HeadDrafter
 from pdserve.engine.speculation.drafter import DraftRows
+from pdserve.kv_transfer.control.source_transfer import SourceTransfer
+from pdserve.v1 import decode_pb2, prefill_pb2
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.draft_heads import DraftHeadModel, EagleModel, HeadModel, head_setting
 from tests.support.models.oracle import Oracle
+from tests.support.transfers import worker_pair
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched_tokens": 32}
@@ -107,6 +111,60 @@ async def test_a_worker_without_the_head(
                 oracle.check(prompt_of(length), answer.token_ids)
             assert answer.num_landed == num_sent(length, layout, length // BLOCK_SIZE)
         assert not any(drafts for _, drafts in drafted)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+@pytest.mark.parametrize(
+    ("num_sent_places", "message"),
+    [
+        # which of the two is noticed first depends on when its steps end
+        (5, r"does not match its digest|the source finished after \d of 10 wanted blocks"),
+        (1, r"the source finished after 1 of 10 wanted blocks"),
+    ],
+    ids=["under the numbers of others", "as far as it can"],
+)
+async def test_i14_a_source_that_publishes_no_blocks_of_the_head_lets_nothing_run(
+    model: DraftHeadModel, monkeypatch: pytest.MonkeyPatch, num_sent_places: int, message: str
+) -> None:
+    """It says that these are all, and what the prompt's first token is."""
+    settled = SourceTransfer.settled
+
+    def partly(
+        transfer: SourceTransfer, first_index: int, blocks: Sequence[int], digests: Sequence[tuple[int, ...]]
+    ) -> None:
+        order = TransferOrder.of((0, 0), 70, BLOCK_SIZE).blocks(first_index, first_index + len(blocks))
+        kept = [number for number, (group, place) in enumerate(order) if group == 0 and place < num_sent_places]
+        transfer._wanted = (0, len(kept))
+        if kept:
+            settled(transfer, first_index, [blocks[place] for place in kept], [digests[place] for place in kept])
+
+    monkeypatch.setattr(SourceTransfer, "settled", partly)
+    async with running_pair(model.folder, prefill=head(2), decode=head(2), **FIELDS) as pair:
+        with pytest.raises(TransferFailed, match=message):
+            await ask(pair, prompt_of(70))
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+@pytest.mark.parametrize(("at_p", "at_d"), [(True, False), (False, True)])
+async def test_i14_workers_that_hear_different_things_of_the_head_let_nothing_run(
+    model: DraftHeadModel, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, at_p: bool, at_d: bool
+) -> None:
+    """Blocks would have other numbers at both ends."""
+    answers = {"prefill": at_p, "decode": at_d}
+
+    def odd_message(kind: type[Any], role: str) -> Any:
+        return lambda **fields: kind(**fields | {"without_draft_head": answers[role]})
+
+    async with running_pair(model.folder, prefill=head(2), decode=head(2), **FIELDS) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_pair.prefill_pb2, "Receiver", odd_message(prefill_pb2.Receiver, "prefill"))
+            patch.setattr(worker_pair.decode_pb2, "Source", odd_message(decode_pb2.Source, "decode"))
+            with pytest.raises(TransferFailed, match="moves the blocks of another draft head"):
+                await ask(pair, prompt_of(70))
+        answer = await ask(pair, prompt_of(70), sampling_params=_params())
+        oracle.check(prompt_of(70), answer.token_ids)
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
 

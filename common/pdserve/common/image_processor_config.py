@@ -15,6 +15,8 @@ from pdserve.common.json_file import read_json_object
 
 FILE = "preprocessor_config.json"
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+SERVED_AS_TEXT = frozenset({"gemma4", "llama4"})
+"""`model_type` of models with an encoder of images that is not computed: they take only text."""
 MAX_ASPECT_RATIO = 200
 _DIGEST_BYTES = 16
 _MAX_PATCH = 256

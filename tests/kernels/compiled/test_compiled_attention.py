@@ -27,6 +27,8 @@ CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] 
     "8b in blocks of 64": ((32, 8, 128), BF16, 64, {}),
     "8b with a window": ((32, 8, 128), BF16, 16, {"window": 4096}),
     "half a billion": ((14, 2, 64), BF16, 16, {}),
+    "8b with chunks": ((40, 8, 128), BF16, 16, {"chunk": 8192}),
+    "heads of 512": ((16, 2, 512), BF16, 16, {}),
     "wide heads, capped": ((16, 8, 256), BF16, 16, {"window": 4096, "softcap": 50.0}),
     "heads of 80": ((10, 2, 80), torch.float16, 32, {}),
     "one KV head": ((71, 1, 64), BF16, 16, {}),
@@ -72,8 +74,13 @@ LATENT = {
     ("sm_90", "latent rows, few heads", "attend_pieces"),
 }
 """Likewise: sums of 512 numbers per row."""
+WIDER = {("sm_90", "heads of 512", name) for name in ("attend_pieces", "attend_tiles")} | {
+    ("gfx942", "heads of 512", "attend_tiles")
+}
+"""Likewise: heads with a table of their own."""
 COMPILED = (
     FLOAT32
+    | WIDER
     | SINKS
     | BIASES
     | LATENT

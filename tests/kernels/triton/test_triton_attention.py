@@ -69,7 +69,7 @@ def test_pages_of_a_tile_and_more(block_size: int, window: int | None) -> None:
 
 @pytest.mark.parametrize(
     "heads",
-    [(20, 1, 16), pytest.param((71, 1, 8), marks=pytest.mark.slow), (2, 1, 256), (3, 3, 1)],
+    [(20, 1, 16), pytest.param((71, 1, 8), marks=pytest.mark.slow), (2, 1, 256), (8, 1, 320), (4, 1, 512), (3, 3, 1)],
     ids=str,
 )
 def test_more_heads_than_the_smallest_tile_and_very_wide_and_narrow_ones(heads: tuple[int, int, int]) -> None:

@@ -131,8 +131,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     profile_steps: int = 0
     """End this log after this number of steps, with a last line; 0: never."""
     speculative_config: SpeculativeConfig | None = None
-    """How tokens are drafted, as a table, or as JSON; default: not at all. Without effect on prefill workers.
-    See docs/parameters.md#speculation."""
+    """How tokens are drafted, as a table, or as JSON; default: not at all. Prefill workers only compute keys and values for decode
+    workers' draft heads. See docs/parameters.md#speculation."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False

@@ -32,7 +32,7 @@ class MambaFields(NamedTuple):
     expand: str
     """Heads have `expand * hidden_size` numbers together in families whose head_dim may be "auto"."""
     others: str
-    """Fields that are read by no family, or by all."""
+    """Fields that change nothing, and `time_step_limit`."""
     inner_size: str = ""
     """In place of that product, where config.json has the field; empty: the family has no such field."""
 
@@ -88,14 +88,18 @@ class Mamba2Shape:
             raise config.error(fields.num_heads, f"a multiple of {fields.num_groups} ({num_groups})")
         limits = config.items("time_step_limit")
         if limits is not None and (len(limits) != 2 or limits[0] != 0 or not _is_unlimited(limits[1])):
-            raise UnsupportedModel(f"{config.where}: time_step_limit other than 0 and infinity")
-        head_dim = self.head_dim
+            shown = config.shown("time_step_limit")
+            raise UnsupportedModel(
+                f"{config.where}: time_step_limit is {shown}; steps are computed between 0 and infinity"
+            )
+        if self.head_dim:
+            head_dim = config.integer(fields.head_dim, self.head_dim, maximum=_MAX_SIZE)
+        else:
+            head_dim = _part_of_all_heads(config, fields, num_heads)
         return replace(
             self,
             num_heads=num_heads,
-            head_dim=config.integer(fields.head_dim, head_dim, maximum=_MAX_SIZE)
-            if head_dim
-            else _head_dim(config, fields, num_heads),
+            head_dim=head_dim,
             state_size=config.integer(fields.state_size, self.state_size, maximum=_MAX_SIZE),
             num_groups=num_groups,
             conv_length=config.integer(fields.conv_length, self.conv_length, minimum=2, maximum=_MAX_SIZE),
@@ -131,7 +135,7 @@ class Mamba2Shape:
         return {f"{field} in runs of {self.heads_per_run}": self.num_runs}
 
 
-def _head_dim(config: JsonObject, fields: MambaFields, num_heads: int) -> int:
+def _part_of_all_heads(config: JsonObject, fields: MambaFields, num_heads: int) -> int:
     """A head's part of all heads' numbers. Raises: ConfigError."""
     if fields.inner_size and config.has(fields.inner_size):
         inner_size, name = config.integer(fields.inner_size, maximum=_MAX_SIZE * _MAX_SIZE), fields.inner_size

@@ -245,7 +245,7 @@ class ModelConfig:
             shapes.items(), key=lambda each: (max(0, -each[0][0]), not self._keeps_all(each[1]))
         ):
             found: tuple[tuple[int, ...], ...] = (tuple(range(len(layers))),)
-            if self.hybrid_kv_cache and kind not in (_STATE, _DRAFT):
+            if self.hybrid_kv_cache and kind not in (_STATE, _DRAFT) and not self._keeps_every_block:
                 found = kv_cache_group_layers(
                     [self.sliding_windows[layer] or self.layer_chunk(layer) for layer in layers]
                 )
@@ -281,6 +281,12 @@ class ModelConfig:
         return tuple(KVCacheGroupSpec(layers, spec, shape) for layers, spec, shape in groups)
 
     @property
+    def _keeps_every_block(self) -> bool:
+        """True with a draft head if all layers have windows or chunks: only the head's group would have every full block then, and
+        not the first."""
+        return self.draft_head is not None and not self._keeps_all(range(self.num_layers))
+
+    @property
     def _group_shapes(self) -> list[int]:
         """Per KV cache group, the index of the shape of its blocks."""
         groups = [(self._shape_of(layers[0]), layers) for layers in self.kv_cache_group_layers]
@@ -304,9 +310,9 @@ class ModelConfig:
                 continue
             windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
             chunks = {self.layer_chunk(layer) for layer in layers}
-            if len(windows) == len(layers):
+            if len(windows) == len(layers) and not self._keeps_every_block:
                 specs.append(SlidingWindowSpec(max(windows), shape))
-            elif len(chunks) == 1 and (chunk := chunks.pop()) is not None:
+            elif len(chunks) == 1 and (chunk := chunks.pop()) is not None and not self._keeps_every_block:
                 specs.append(ChunkedLocalAttentionSpec(chunk, shape))
             else:
                 specs.append(FullAttentionSpec(shape))

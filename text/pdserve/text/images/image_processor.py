@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.image_processor_config import ImageLimits, ImageProcessorConfig
+from pdserve.common.image_processor_config import SERVED_AS_TEXT, ImageLimits, ImageProcessorConfig
 from pdserve.common.json_file import read_model_config
 from pdserve.text.images.chat_images import ImageSource
 from pdserve.text.images.image_url import OpenedImage, open_image, open_image_url
@@ -46,10 +46,10 @@ class ImageProcessor:
 
     @classmethod
     def from_folder(cls, folder: Path, limits: ImageLimits = _NO_LIMITS) -> ImageProcessor | None:
-        """None for a model without images. Raises: ConfigError, UnsupportedModel."""
+        """None for a model that takes no images. Raises: ConfigError, UnsupportedModel."""
         config = read_model_config(folder)
-        image_token_id = config.get("image_token_id")
-        if "vision_config" not in config or not isinstance(image_token_id, int):
+        image_token_id, is_text = config.get("image_token_id"), config.get("model_type") in SERVED_AS_TEXT
+        if "vision_config" not in config or not isinstance(image_token_id, int) or is_text:
             return None
         return cls(ImageProcessorConfig.read(folder), image_token_id, limits)
 

@@ -84,6 +84,23 @@ _WIDE_TABLE = {name: replace(configs, **_SMALL) for name, configs in _TABLE.item
 }
 
 
+_WIDER = 256
+"""Heads with more numbers need smaller tiles still."""
+_SMALLER: dict[str, Any] = {
+    "decode_keys": 16,
+    "decode_warps": 8,
+    "decode_stages": 2,
+    "prefill_rows": 16,
+    "prefill_keys": 32,
+    "prefill_warps": 8,
+    "prefill_stages": 2,
+    "prefill": "triton",
+    "prefill_registers": None,
+}
+_WIDER_TABLE = {name: replace(configs, **_SMALLER) for name, configs in _TABLE.items()} | {
+    "gfx942": replace(_TABLE["gfx942"], **_SMALLER | {"prefill_keys": 16, "prefill_warps": 4}),
+}
+
 _ROWS: dict[str, Any] = {
     "decode_keys": 64,
     "decode_warps": 8,
@@ -111,4 +128,6 @@ def attention_configs(architecture: str, head_dim: int, *, latent: bool = False)
     """architecture: of `launch_configs.architecture`; latent: for a cache with latent rows."""
     if latent:
         return _LATENT_TABLE[architecture]
+    if head_dim > _WIDER:
+        return _WIDER_TABLE[architecture]
     return (_WIDE_TABLE if head_dim > _WIDE else _TABLE)[architecture]
