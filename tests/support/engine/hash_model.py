@@ -79,7 +79,8 @@ def draft_entries(token_ids: Sequence[int], window: Window) -> list[int]:
     """A draft head's entries of all of these tokens but the last."""
     windows, ids = windows_of(window), np.asarray(token_ids, dtype=np.int64)
     hidden = np.array([_hidden(ids[:end], windows) for end in range(1, len(ids))], dtype=np.int64)
-    return _entries(ids[1:], np.arange(len(ids) - 1), hidden, len(windows) - 1).tolist()
+    entries: list[int] = _entries(ids[1:], np.arange(len(ids) - 1), hidden, len(windows) - 1).tolist()
+    return entries
 
 
 def _entries(
