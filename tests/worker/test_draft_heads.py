@@ -23,7 +23,6 @@ from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.draft_heads import DraftHeadModel, EagleModel, HeadModel, head_setting
 from tests.support.models.oracle import Oracle
-from tests.support.transfers import worker_pair
 from tests.support.transfers.worker_pair import BLOCK_SIZE, ask, check_at_rest, running_pair
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched_tokens": 32}
@@ -159,8 +158,8 @@ async def test_i14_workers_that_hear_different_things_of_the_head_let_nothing_ru
 
     async with running_pair(model.folder, prefill=head(2), decode=head(2), **FIELDS) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(worker_pair.prefill_pb2, "Receiver", odd_message(prefill_pb2.Receiver, "prefill"))
-            patch.setattr(worker_pair.decode_pb2, "Source", odd_message(decode_pb2.Source, "decode"))
+            patch.setattr(prefill_pb2, "Receiver", odd_message(prefill_pb2.Receiver, "prefill"))
+            patch.setattr(decode_pb2, "Source", odd_message(decode_pb2.Source, "decode"))
             with pytest.raises(TransferFailed, match="moves the blocks of another draft head"):
                 await ask(pair, prompt_of(70))
         answer = await ask(pair, prompt_of(70), sampling_params=_params())
