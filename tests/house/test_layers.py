@@ -47,7 +47,7 @@ FLOORS = {
         {"sequence_blocks"},
     ),
     "models": (
-        {"model_impl"}, {"encoder_decoder", "loading", "lora", "transformers"}, {"decoder", "read_config"},
+        {"model_impl"}, {"encoder_decoder", "loading", "lora", "transformers"}, {"eagle_head"}, {"decoder", "read_config"},
         {"registry"}, {"families", "vision"}, {"config"}, {"layers"}, {"weights"},
         {"kv_cache", "model_folder", "model_inputs"}, {"gguf"},
         {"dtypes", "encoder_decoder_step", "json_object", "other_formats"},

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.llm import LLM, LoRARequest, RequestOutput, SamplingParams, StreamingInput, StructuredOutputsParams
+from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.model_impl import read_model_config
 from tests.llm.test_streaming_sessions import answers_of, expected_of, inputs_of
 from tests.support.engine.llm_requests import core_of, greedy
@@ -215,7 +216,9 @@ def test_a_layout_without_the_heads_group_is_that_of_a_worker_without_a_head(
     windowed = tiny_checkpoints("mistral", sliding_window=9)
     for model, hybrid in ((folder, True), (folder, False), (windowed, True), (windowed, False)):
         config = replace(read_model_config(model, "float32", "auto"), hybrid_kv_cache=hybrid)
-        plain, layout = (replace(config, has_draft_head=has).kv_layout(16, "") for has in (False, True))
+        plain, layout = (
+            replace(config, draft_head=draft_head).kv_layout(16, "") for draft_head in (None, DraftHeadConfig())
+        )
         assert layout.without_draft_head() == plain
         assert layout.group_windows == (*plain.group_windows, 0) == (0, 0)
         assert (layout.draft_head, plain.draft_head) == ("mtp", "")

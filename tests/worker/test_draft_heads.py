@@ -139,7 +139,7 @@ async def test_i14_a_source_that_publishes_no_blocks_of_the_head_lets_nothing_ru
             settled(transfer, first_index, [blocks[place] for place in kept], [digests[place] for place in kept])
 
     monkeypatch.setattr(SourceTransfer, "settled", partly)
-    async with running_pair(model.folder, prefill=head(2), decode=head(2), **FIELDS) as pair:
+    async with running_pair(model.folder, prefill=head(model, 2), decode=head(model, 2), **FIELDS) as pair:
         with pytest.raises(TransferFailed, match=message):
             await ask(pair, prompt_of(70))
         for worker in (pair.p, pair.d):
@@ -148,7 +148,7 @@ async def test_i14_a_source_that_publishes_no_blocks_of_the_head_lets_nothing_ru
 
 @pytest.mark.parametrize(("at_p", "at_d"), [(True, False), (False, True)])
 async def test_i14_workers_that_hear_different_things_of_the_head_let_nothing_run(
-    model: DraftHeadModel, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, at_p: bool, at_d: bool
+    model: HeadModel, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, at_p: bool, at_d: bool
 ) -> None:
     """Blocks would have other numbers at both ends."""
     answers = {"prefill": at_p, "decode": at_d}
@@ -156,7 +156,7 @@ async def test_i14_workers_that_hear_different_things_of_the_head_let_nothing_ru
     def odd_message(kind: type[Any], role: str) -> Any:
         return lambda **fields: kind(**fields | {"without_draft_head": answers[role]})
 
-    async with running_pair(model.folder, prefill=head(2), decode=head(2), **FIELDS) as pair:
+    async with running_pair(model.folder, prefill=head(model, 2), decode=head(model, 2), **FIELDS) as pair:
         with monkeypatch.context() as patch:
             patch.setattr(prefill_pb2, "Receiver", odd_message(prefill_pb2.Receiver, "prefill"))
             patch.setattr(decode_pb2, "Source", odd_message(decode_pb2.Source, "decode"))
