@@ -83,7 +83,8 @@ def test_other_taps_and_names(model: EagleModel) -> None:
     save_file({**renamed, "embed_tokens.weight": torch.randn(320, hidden)}, model.head / "model.safetensors")
     head = load(model).draft_head
     assert head.tapped_layers == (0, 3, 6)
-    assert head.embedding.shape == (320, hidden)
+    assert head.embedding is not None
+    assert head.embedding(torch.tensor([319])).shape == (1, hidden)
 
 
 def test_a_model_with_few_layers(tmp_path: Path) -> None:

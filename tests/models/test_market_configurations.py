@@ -409,7 +409,7 @@ NEEDS: dict[str, tuple[dict[str, Any], str]] = {
         text("KimiLinearForCausalLM", "kimi_linear", mla_use_nope=False), "mla_use_nope must be true"
     ),
     "state spaces": (
-        text("JambaForCausalLM", "jamba", attn_layer_period=2, attn_layer_offset=1), "another state than keys and values",
+        text("Zamba2ForCausalLM", "zamba2", layers_block_type=["mamba", "hybrid"]), "another state than keys and values",
     ),
     "an MLP after an MLP": (
         text("NemotronHForCausalLM", "nemotron_h", **SCANS, num_hidden_layers=4, hybrid_override_pattern="M-E*"),
