@@ -65,10 +65,8 @@ def language_config(config: JsonObject) -> JsonObject:
     for name in text.names:
         if name not in _OF_WHOLE:
             values[name] = text.get(name)
-    for name in ("dtype", "torch_dtype"):
+    # text_config may have defaults of its class, which the whole overrides
+    for name in ("dtype", "torch_dtype", "tie_word_embeddings"):
         if values.get(name) is None and text.has(name):
             values[name] = text.get(name)
-    if config.has("tie_word_embeddings") or text.has("tie_word_embeddings"):
-        is_tied = config.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
-        values["tie_word_embeddings"] = is_tied
     return JsonObject(values, config.where)
