@@ -25,10 +25,10 @@ MakeReal = Callable[..., Harness]
 Drafted = list[tuple[list[int], list[int]]]
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "eagle3_normed")]
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "glm4_moe", "eagle3_normed")]
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_next", "eagle3", *_SLOW])
+@pytest.fixture(scope="module", params=["deepseek_v3", "eagle3", *_SLOW])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     folder = tmp_path_factory.mktemp("heads")
     if request.param.startswith("eagle3"):

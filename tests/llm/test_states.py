@@ -35,9 +35,7 @@ def oracle(folder: Path) -> Oracle:
     scope="module",
     params=[
         "qwen3_next",
-        "kimi_linear",
-        "falcon_h1",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "mamba")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_linear", "falcon_h1", "jamba", "mamba")),
     ],
 )
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:

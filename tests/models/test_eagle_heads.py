@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pdserve.models.eagle_head import read_eagle_config
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from tests.support.models.draft_heads import EagleModel
+from tests.support.models.family_checkpoints import cases, make_family
 
 
 @pytest.fixture
@@ -91,3 +93,12 @@ def test_a_model_with_few_layers(tmp_path: Path) -> None:
     model = EagleModel(tmp_path / "model", tmp_path / "head", num_hidden_layers=5)
     with pytest.raises(ConfigError, match="eagle_aux_hidden_state_layer_ids is missing, and the model has 5 layers"):
         load(model)
+
+
+def test_a_model_whose_layers_have_other_numbers(model: EagleModel, tmp_path: Path) -> None:
+    folder = tmp_path / "falcon"
+    folder.mkdir()
+    make_family(folder, "falcon_h1", cases("falcon_h1")[0])
+    config = replace(read_config(folder, "float32"), hidden_size=64, vocab_size=320)
+    with pytest.raises(UnsupportedModel, match="FalconH1ForCausalLM, whose layers are not computed one by one"):
+        read_eagle_config(model.head, config)

@@ -33,7 +33,10 @@ def head(model: HeadModel, num_tokens: int) -> dict[str, Any]:
     return {"speculative_config": head_setting(model, num_tokens)}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "eagle3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "qwen3_next"))],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadModel:
     folder = tmp_path_factory.mktemp("heads")
     if request.param == "eagle3":
@@ -68,8 +71,9 @@ def num_sent(length: int, layout: KvLayout, num_cached: int = 0) -> int:
     return len(order) - order.number(num_cached)
 
 
-@pytest.mark.parametrize("connector", ["tcp", "nixl"])
-@pytest.mark.parametrize("at_p", [1, 3])
+@pytest.mark.parametrize(
+    ("connector", "at_p"), [("tcp", 3), ("nixl", 1), pytest.param("tcp", 1, marks=pytest.mark.slow)]
+)
 async def test_decode_drafts_as_one_worker(
     model: HeadModel, oracle: Oracle, drafted: list[tuple[list[int], list[int]]], connector: str, at_p: int
 ) -> None:
@@ -192,7 +196,11 @@ async def test_another_head_is_another_group(tmp_path: Path, drafted: list[tuple
             await check_at_rest(worker)
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=["1:2", "2:1", "2:2"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param((1, 2), marks=pytest.mark.slow), pytest.param((2, 1), marks=pytest.mark.slow), (2, 2)],
+    ids=["1:2", "2:1", "2:2"],
+)
 async def test_ranks(
     model: HeadModel,
     oracle: Oracle,

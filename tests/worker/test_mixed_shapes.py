@@ -53,7 +53,7 @@ STATES = {
     "next to attention": ("falcon_h1", (2, 8)), "channels": ("jamba", (2, 64)),
 }  # fmt: skip
 """Family, and KV heads and parts of a state, or parts alone. Kimi Linear's KV head is a latent row, which every rank has."""
-SLOW = ("granite", "nemotron", "next to attention", "channels")
+SLOW = ("delta", "granite", "nemotron", "kimi", "alone", "next to attention", "channels")
 
 
 @pytest.fixture(
@@ -61,7 +61,7 @@ SLOW = ("granite", "nemotron", "next to attention", "channels")
     params=[
         "mixed",
         "chunks",
-        "gemma4",
+        pytest.param("gemma4", marks=pytest.mark.slow),
         *(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STATES),
     ],
 )

@@ -51,6 +51,10 @@ def read_eagle_config(folder: Path, model: ModelConfig) -> DraftHeadConfig:
         raise UnsupportedModel(f"{config.where}: norm_before_fc is true, and is not computed")
     if not options.boolean("use_aux_hidden_state", True):
         raise UnsupportedModel(f"{config.where}: use_aux_hidden_state is false, and other heads are not computed")
+    if model.family.regroups_layers:
+        raise UnsupportedModel(
+            f"{config.where}: a head for {model.architecture}, whose layers are not computed one by one"
+        )
     taps = _taps(config, options, model.num_layers)
     return DraftHeadConfig(
         name=f"eagle3{model_fingerprint(folder, model.dtype)}",

@@ -432,6 +432,8 @@ class FamilyLayers:
     field_names: ClassVar[Mapping[str, str]] = {}
     """Fields that the family has by other names -> those names."""
     layers_field: ClassVar[str] = "num_hidden_layers"
+    regroups_layers: ClassVar[bool] = False
+    """True: a layer of config.json is not a layer here, so that numbers of layers mean others."""
     attentions_per_layer: ClassVar[int] = 1
     """Layers here per layer of config.json: each layer has one attention, and one place in a KV block."""
     intermediate_size_field: ClassVar[str] = "intermediate_size"

@@ -22,6 +22,7 @@ from pdserve.models.weights.weight_loader import WeightLoader
 class FalconH1(ModelFamily):
     """A layer of the checkpoint is two here: Mamba 2 with a state, and attention with keys, which have the same input."""
 
+    regroups_layers = True
     model_type = "falcon_h1"
     own_fields = FALCON_FIELDS.names | words(
         "mamba_rms_norm mamba_norm_before_gate mamba_use_mlp mlp_expansion_factor "

@@ -34,6 +34,7 @@ class LongcatFlash(ModelFamily):
     """A layer of the checkpoint is two here: each has latent attention and an MLP, and the first starts experts whose sum is added
     at the end of the second. Experts without weights return their input."""
 
+    regroups_layers = True
     model_type = "longcat_flash"
     own_fields = (
         LATENT_FIELDS

@@ -37,6 +37,7 @@ class NemotronH(MambaHybrid):
     MLPs and experts have no gate, and attention does not rotate. Experts may take and give fewer numbers than a hidden state has.
     """
 
+    regroups_layers = True
     model_type = "nemotron_h"
     own_fields = (
         NEMOTRON_FIELDS.names
