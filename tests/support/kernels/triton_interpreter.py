@@ -281,7 +281,8 @@ def _patch_memory(patch: pytest.MonkeyPatch, launches: _Launches) -> None:
 
     def masked_load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
         launches.memory.read(*active(pointers, mask))
-        if other is None and not mask.data.all():
+        # Triton takes an `other` of one number that is 0 for none, since its truth is asked for: such a load cannot be judged
+        if other is None and not mask.data.all() and mask.data.size > 1:
             dtype = pointers.get_element_ty()
             kind = interpreter._get_np_dtype(dtype)
             bits = 0x7FC0 if dtype == tl.bfloat16 else np.iinfo(kind).min if kind.kind in "iu" else kind.type(np.nan)
