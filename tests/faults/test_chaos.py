@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 
 from tests.support.models.draft_heads import DraftHeadModel
-from tests.support.models.family_checkpoints import make_windowed_model
+from tests.support.models.family_checkpoints import (
+    make_chunked_model,
+    make_latent_model,
+    make_mixed_model,
+    make_state_model,
+    make_windowed_model,
+)
 from tests.support.models.lora_adapters import adapter_flags
 from tests.support.models.real_weights import real_folder
 from tests.support.processes.cluster_processes import running_cluster
@@ -64,14 +70,10 @@ class Run:
     """Given to all workers."""
     adapters: Sequence[str] = ()
     drafts: bool = False
-    head: bool = False
-    """With a model that drafts with its own head."""
+    model: str = "llama"
+    """One of `MODELS`."""
     lacking: Sequence[str] = ()
-    """Workers without the head."""
-    groups: bool = False
-    """With a model that has windows in some layers, and so KV cache groups."""
-    real: bool = False
-    """With SmolLM2's own weights."""
+    """Workers without the draft head of the model."""
     parts: frozenset[str] = frozenset()
     """Names of the processes that each worker has beside its first one."""
     num_rounds: int = 10
@@ -80,15 +82,26 @@ class Run:
 
     def flags(self, model: Path, worker: str) -> list[str]:
         settings = [f"connector={self.connector}", *self.settings]
-        if self.groups:
+        if self.model == "windows":
             settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
             settings.append(f"speculative_config={json.dumps(DRAFTS | {'model': str(model)})}")
-        if self.head and worker not in self.lacking:
+        if self.model == "head" and worker not in self.lacking:
             settings.append(f"speculative_config={json.dumps(DRAFTS | {'method': 'mtp'})}")
         return [f"--{setting}" for setting in settings]
 
 
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "real": lambda folder: real_folder("smollm2"),
+    "head": lambda folder: DraftHeadModel(folder).folder,
+    "windows": make_windowed_model,
+    "latent": make_latent_model,
+    "states": lambda folder: make_state_model(folder, "qwen3_next"),
+    "states alone": lambda folder: make_state_model(folder, "mamba2"),
+    "mixed": make_mixed_model,
+    "chunks": make_chunked_model,
+}
+"""Of each kind of KV cache groups one: name -> makes it in a folder. Not among them: `llama`."""
 _NAMES = ("one", "two", "three")
 _PROCESS, _RANKS = frozenset({ENGINE_PROCESS}), frozenset({RANK_1})
 # a worker whose engine has processes of its own starts in seconds, so there are fewer rounds
@@ -102,9 +115,9 @@ RUNS = {
     "adapters-remote-two": Run(6, at_once=2, placement=ALL_REMOTE, adapters=_NAMES, num_rounds=15),
     "drafts": Run(7, drafts=True, used=(ACCEPTED,)),
     "drafts-nixl-two": Run(8, "nixl", at_once=2, placement=ALL_REMOTE, drafts=True, used=(ACCEPTED,)),
-    "head": Run(19, head=True, used=(ACCEPTED,)),
+    "head": Run(19, model="head", used=(ACCEPTED,)),
     "head-lacking-remote-two": Run(
-        20, at_once=2, placement=ALL_REMOTE, head=True, lacking=("prefill-2", "decode-2"), used=(ACCEPTED,)
+        20, at_once=2, placement=ALL_REMOTE, model="head", lacking=("prefill-2", "decode-2"), used=(ACCEPTED,)
     ),
     "ranks": Run(9, settings=("tensor_parallel_size=2",), parts=_RANKS, num_rounds=6),
     "ranks-drafts-tier-remote-two": Run(
@@ -124,11 +137,17 @@ RUNS = {
     "int8-weights": Run(12, settings=("quantization=int8",)),
     "int8-cache": Run(13, settings=("kv_cache_dtype=int8",)),
     "int8-remote-two": Run(14, at_once=2, placement=ALL_REMOTE, settings=("quantization=int8", "kv_cache_dtype=int8")),
-    "real-weights": Run(16, real=True, num_rounds=6),
-    "groups": Run(17, groups=True),
+    "real-weights": Run(16, model="real", num_rounds=6),
+    "groups": Run(17, model="windows"),
     "groups-tier-remote-two": Run(
-        18, at_once=2, placement=ALL_REMOTE, groups=True, settings=("kv_host_mib=16",), used=(LOADED,)
+        18, at_once=2, placement=ALL_REMOTE, model="windows", settings=("kv_host_mib=16",), used=(LOADED,)
     ),
+    "latent-remote-two": Run(21, at_once=2, placement=ALL_REMOTE, model="latent"),
+    "states": Run(22, model="states"),
+    "states-remote-two": Run(23, at_once=2, placement=ALL_REMOTE, model="states"),
+    "states-alone": Run(24, model="states alone"),
+    "mixed-remote-two": Run(25, at_once=2, placement=ALL_REMOTE, model="mixed"),
+    "chunks-remote-two": Run(26, at_once=2, placement=ALL_REMOTE, model="chunks"),
 }
 
 
@@ -138,14 +157,11 @@ async def test_i4_faults_at_random_moments_change_no_answer(
 ) -> None:
     if run.connector == "nixl":
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    if run.real:
-        base = real_folder("smollm2")
-    elif run.head:
-        base = DraftHeadModel(tmp_path / "heads").folder
-    else:
-        base = (
-            make_windowed_model(tmp_path / "gemma3") if run.groups else tiny_checkpoints("llama", num_hidden_layers=4)
-        )
+    base = (
+        tiny_checkpoints("llama", num_hidden_layers=4)
+        if run.model == "llama"
+        else MODELS[run.model](tmp_path / "model")
+    )
     model, draw = str(base), random.Random(run.seed)
     lora = adapter_flags(tmp_path / "adapters", base, *run.adapters) if run.adapters else ()
     ways = OF_PARTS if run.parts else WAYS
@@ -158,7 +174,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
             cluster.wait_for_worker(cluster.services[name])
             addresses[role_of(name)].append(cluster.services[name].address)
             assert run.parts == set(parts_of(cluster.services[name]).values())
-            if run.groups:
+            if run.model == "windows":
                 assert cluster.load(cluster.services[name]).blocks_total == BLOCKS_OF_GROUPS * NUM_GROUPS
         cluster.start_router("--model", model, *run.placement, **addresses)
         async with InferenceClient(cluster.router.address) as client:

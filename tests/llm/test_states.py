@@ -143,6 +143,14 @@ def test_a_pool_has_two_states_per_sequence_and_some_for_the_cache(folder: Path)
     assert states == 4 * 2
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7])
+def test_chunks_that_end_at_every_offset(folder: Path, oracle: Oracle, other: tuple[Path, Oracle], chunk: int) -> None:
+    """Of a block, and of the columns that a convolution keeps: borders lie at multiples of a number without a factor of 16, or of
+    fewer tokens than the columns."""
+    for model, expected in ((folder, oracle), other):
+        check_greedy_texts(model, expected, {"num_blocks": 64, "max_num_batched_tokens": chunk, "max_num_seqs": 1})
+
+
 @pytest.mark.parametrize("budget", [16, 48, 1024])
 @pytest.mark.parametrize("of", ["some layers", "all layers"])
 def test_a_hit_ends_where_a_state_is_kept(
