@@ -36,7 +36,7 @@ class WatchedExecutor:
         return self._executor.hidden_size
 
     @property
-    def kv_written(self) -> None:
+    def kv_written(self) -> DeviceEvent | None:
         return None
 
     def check_health(self) -> None:
@@ -78,6 +78,31 @@ def watched(engine: Harness) -> WatchedExecutor:
     executor = WatchedExecutor(engine.core.executor)
     engine.core.executor = executor
     return executor
+
+
+class LateEvents(WatchedExecutor):
+    """As on a GPU with a draft head: a step writes entries of the cache when it is launched, and more when it is sampled."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
+        self.events: list[DeviceEvent] = []
+
+    @property
+    def kv_written(self) -> DeviceEvent | None:
+        return self.events[-1] if self.events else None
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        super().execute_model(scheduled)
+        self.events.append(_Passed())
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
+        result = super().sample_tokens(grammar)
+        self.events.append(_Passed())
+        return result
+
+
+class _Passed:
+    def synchronize(self) -> None: ...
 
 
 def answers(engine: Harness) -> list[Answer]:
@@ -202,3 +227,22 @@ def test_the_end_of_a_turn_while_its_step_is_ahead(make_engine: MakeEngine) -> N
         turn,
         greedy_answer([*prompt_of(5), *turn, 4, 5], 3),
     ]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_blocks_wait_for_what_a_step_writes_after_its_launch(make_engine: MakeEngine, is_async: bool) -> None:
+    """Events of steps are numbered 0, 2, .. at their launch and 1, 3, .. at their sampling."""
+    engine = make_engine(async_scheduling=is_async)
+    executor = LateEvents(engine.core.executor)
+    engine.core.executor = executor
+    engine.add(prompt_of(40), params={"max_tokens": 6})
+    num_applied = 0
+    while engine.core.has_work:
+        engine.step()
+        published = engine.scheduler.sources.device_event
+        reused = engine.scheduler.receives.launched_event
+        assert published is executor.events[2 * num_applied + 1]
+        assert reused is executor.events[-1]
+        assert len(executor.events) % 2 == 0
+        num_applied += 1
+    assert num_applied >= 6

@@ -25,7 +25,7 @@ from pdserve.engine.scheduler.async_scheduling import living
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.engine.scheduler.scheduler_stats import make_stats
-from pdserve.engine.scheduler_output import SchedulerOutput
+from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.engine.stats.step_profile import StepProfile
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
@@ -191,7 +191,7 @@ class EngineCore:
         outputs = self.finish_step(step)
         if ahead is not None:
             # its rules read the tokens that have just become known
-            self._ahead = replace(ahead, result=self.executor.sample_tokens(None))
+            self._ahead = self._sample(ahead, None)
         return outputs
 
     def begin_step(self) -> StepInFlight:
@@ -205,7 +205,14 @@ class EngineCore:
             return StepInFlight(scheduled, {}, None, 0.0)
         step = self._launch(scheduled, time.monotonic() - started)
         grammar = self.scheduler.get_grammar_bitmask(scheduled)
-        return replace(step, result=self.executor.sample_tokens(grammar))
+        return self._sample(step, grammar)
+
+    def _sample(self, step: StepInFlight, grammar: GrammarOutput | None) -> StepInFlight:
+        """Ask for the result of a launched step. A draft head writes the entries of the step's tokens after they are sampled."""
+        result = self.executor.sample_tokens(grammar)
+        kv_written = self.executor.kv_written
+        self.scheduler.step_launched(kv_written)
+        return replace(step, result=result, kv_written=kv_written)
 
     def _copy_blocks(self, scheduled: SchedulerOutput) -> None:
         """Queue the copies between pool and host-memory tier; then transfers may write into the blocks reserved for them."""
