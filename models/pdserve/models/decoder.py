@@ -20,7 +20,7 @@ from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
-from pdserve.models.layers.draft_head import DraftHead, EagleHead
+from pdserve.models.layers.draft_head import DraftHead
 from pdserve.models.layers.embedding import Embedding
 from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.layers.token_inputs import TokenInputs
@@ -203,7 +203,7 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """False where a step's outputs are not the last hidden states alone."""
+        """False where a step's outputs are not only the last hidden states."""
         return self.draft_head is None or not self.draft_head.tapped_layers
 
     def draft(self, inputs: ModelInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,11 +215,8 @@ class Decoder:
             raise RuntimeError(f"{self.config.architecture} was loaded without a draft head")
         if inputs.before_layer is not None:
             inputs.before_layer()
-        embed: Embedding = self.embed_input_ids
-        if isinstance(self.draft_head, EagleHead) and self.draft_head.embedding is not None:
-            embed = self.draft_head.embedding
         return self.draft_head.forward(
-            inputs.embedded(embed),
+            inputs.embedded(self.draft_head.own_embedding or self.embed_input_ids),
             hidden,
             self._draft_rotation.phases(inputs.positions),
             inputs.plans[self.draft_head.layer.attention.spec],
@@ -229,7 +226,8 @@ class Decoder:
 
     def compute_draft_logits(self, normed: Tensor) -> Tensor:
         """As `compute_logits`, from the first result of `draft`."""
-        return self.draft_head.logits(normed) if isinstance(self.draft_head, EagleHead) else self.compute_logits(normed)
+        logits = None if self.draft_head is None else self.draft_head.own_logits(normed)
+        return self.compute_logits(normed) if logits is None else logits
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -7,7 +7,6 @@ Source: EAGLE-3 (Li et al. 2025), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.open_weights import open_weights
 from pdserve.models.weights.rank_shard import RankShard
-from pdserve.models.weights.weight_loader import LoadProgress, WeightLoader
+from pdserve.models.weights.weight_loader import WeightLoader
 
 _LAYERS = ("midlayer", "layers.0")
 """Two names of the layer."""
@@ -80,23 +79,17 @@ def _taps(config: JsonObject, options: JsonObject, num_layers: int) -> tuple[int
     return taps
 
 
-def load_eagle_head(
-    model: ModelConfig,
-    head: DraftHeadConfig,
-    device: str,
-    shard: RankShard,
-    progress: Callable[[LoadProgress], None] | None = None,
-) -> EagleHead:
-    """Read the weights. Raises: ConfigError, UnsupportedModel."""
+def load_eagle_head(model: ModelConfig, device: str, shard: RankShard) -> EagleHead:
+    """Read the weights of the model's `draft_head`. Raises: ConfigError, UnsupportedModel."""
+    head = model.draft_head
+    assert head is not None
     assert head.folder is not None
     assert head.own is not None
     own, hidden = head.own, model.hidden_size
     with open_weights(head.folder, own.stored_quantization) as checkpoint:
         names = set(checkpoint.names)
         ignored = {"t2d"}  # the inverse of d2t
-        weights = WeightLoader(
-            checkpoint, TORCH_DTYPES[model.dtype], device, ignored=ignored, shard=shard, progress=progress
-        )
+        weights = WeightLoader(checkpoint, TORCH_DTYPES[model.dtype], device, ignored=ignored, shard=shard)
         prefix = next((each for each in _LAYERS if f"{each}.input_layernorm.weight" in names), _LAYERS[0])
         family = own.family
         spec = model.attention_spec(model.num_layers)

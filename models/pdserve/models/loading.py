@@ -107,7 +107,7 @@ def _decoder(
     embedding_name, head_name = _ends(config, checkpoint, device, shard)
     is_tied = head_name == embedding_name
     ignored = {name for name in checkpoint.names if family.ignores(name, config.num_layers)}
-    if config.draft_head is not None and config.draft_head.folder is None:
+    if config.draft_head is not None and config.draft_head.is_in_checkpoint:
         ignored -= {name for name in ignored if family.is_of_draft_head(name, config.num_layers)}
     if is_tied:
         ignored |= {family.head_name} - {embedding_name}
@@ -125,10 +125,11 @@ def _decoder(
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
     layers = family.linked([family.load_layer(weights, config, index) for index in range(config.num_layers)])
     draft_head: DraftHead | None = None
-    if config.draft_head is not None and config.draft_head.folder is None:
-        draft_head = family.load_draft_head(weights, config)
-    elif config.draft_head is not None:
-        draft_head = load_eagle_head(config, config.draft_head, device, shard)
+    if config.draft_head is not None:
+        is_in_checkpoint = config.draft_head.is_in_checkpoint
+        draft_head = (
+            family.load_draft_head(weights, config) if is_in_checkpoint else load_eagle_head(config, device, shard)
+        )
     token_inputs = family.load_token_inputs(weights, config)
     final_norm = family.load_norm(weights, family.final_norm_name, config)
     lm_head, classifier = None, None
@@ -144,10 +145,9 @@ def _decoder(
     weights.check_all_read()
     scale = family.embedding_scale(embedding.dtype)
     embed = make_embedding(embedding, scale, shard.group)
-    if (group := shard.group) is None:
-        return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower, draft_head, token_inputs)
-    parallel_head = None if lm_head is None else ParallelLMHead(lm_head, group)
-    return Decoder(config, embed, layers, final_norm, parallel_head, classifier, tower, draft_head, token_inputs)
+    if lm_head is not None and shard.group is not None:
+        lm_head = ParallelLMHead(lm_head, shard.group)
+    return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower, draft_head, token_inputs)
 
 
 def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:

@@ -276,7 +276,7 @@ class ModelRunner:
         filled = None
         if self._draft_head is not None:
             taken = self._draft_head.taken(hidden, layer_inputs or ())
-            filled = FilledStep(inputs.batches[-1], taken, rows, counts, batch.num_computed[rows] - counts)
+            filled = FilledStep(inputs.batches[-1], taken, inputs.row_of_token, inputs.positions)
         self._step = _Step(
             hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras, filled, states
         )

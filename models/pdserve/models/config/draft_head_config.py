@@ -28,3 +28,8 @@ class DraftHeadConfig:
     """Tokens that an EAGLE-3 head can draft."""
     norms_residual: bool = False
     """True: the stream to which that head's layer adds is normalised, too."""
+
+    @property
+    def is_in_checkpoint(self) -> bool:
+        """True: the head's weights are among the model's."""
+        return self.folder is None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from pdserve.kernels.cpu.linear import make_linear
-from pdserve.kernels.layers.gated_activations import geglu_tanh
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.config.expert_shape import MAX_EXPERT_SIZE, MAX_EXPERTS
 from pdserve.models.config.family_fields import words
@@ -28,7 +27,7 @@ from pdserve.models.layers.routing import NormedRouter
 from pdserve.models.layers.self_attention import SelfAttention, SharedKeys
 from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.layers.sparse_mlp import SparseMlp
-from pdserve.models.layers.stacked_experts import stacked_experts
+from pdserve.models.layers.stacked_experts import stacked_or_single_experts
 from pdserve.models.layers.token_inputs import TokenInput, TokenInputs
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -69,7 +68,7 @@ class Gemma4(Gemma2):
     token_size: int
     """Numbers P of a token's id that each layer reads; 0: none."""
     token_vocab_size: int
-    """Ids of which there are such numbers."""
+    """How many ids have such numbers."""
     widens_readers: bool
     """True: the MLP of a layer that has no keys is twice as wide."""
 
@@ -269,21 +268,10 @@ class Gemma4(Gemma2):
             self.top_k,
             weights.tensor(f"{layer}.router.per_expert_scale", self.num_experts, dtype=torch.float32),
         )
-        if weights.shape(f"{layer}.experts.0.gate_proj.weight") is None:
-            experts = stacked_experts(
-                weights, layer, hidden, size, num_experts=self.num_experts, gate=geglu_tanh, outputs_first=True
-            )
-        else:
-            # as tools that quantize matrices write them
-            experts = SparseMlp.load(
-                weights,
-                layer,
-                hidden,
-                size,
-                num_experts=self.num_experts,
-                router=router,
-                activation=self.activations[0],
-            ).experts
+        experts = stacked_or_single_experts(
+            weights, layer, hidden, size, num_experts=self.num_experts, router=router, activation=self.activations[0],
+            outputs_first=True,
+        )  # fmt: skip
         return MlpNextToExperts(
             mlp_norm=norm("pre_feedforward_layernorm"),
             mlp=mlp,

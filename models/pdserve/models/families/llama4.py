@@ -17,7 +17,7 @@ from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.routing import SigmoidRouter
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.sparse_mlp import SparseMlp
-from pdserve.models.layers.stacked_experts import stacked_experts
+from pdserve.models.layers.stacked_experts import stacked_or_single_experts
 from pdserve.models.weights.weight_loader import WeightLoader
 
 _KINDS = ("full_attention", "chunked_attention")
@@ -123,11 +123,7 @@ class Llama4(ModelFamily):
             make_linear(weights.tensor(f"{prefix}.router.weight", self.num_experts, hidden)), self.top_k
         )
         shared = GatedMlp.load(weights, f"{prefix}.shared_expert", hidden, size, bias=False)
-        if weights.shape(f"{prefix}.experts.0.gate_proj.weight") is None:
-            experts = stacked_experts(weights, prefix, hidden, size, num_experts=self.num_experts)
-        else:
-            # as tools that quantize matrices write them
-            experts = SparseMlp.load(weights, prefix, hidden, size, num_experts=self.num_experts, router=router).experts
+        experts = stacked_or_single_experts(weights, prefix, hidden, size, num_experts=self.num_experts, router=router)
         return SparseMlp(router, ExpertsOfScaledInputs(experts), weights.shard.group, shared)
 
 

@@ -96,11 +96,7 @@ class DecoderLayer:
         if self.attention_post_norm is None and norm is not None and self.attention_multiplier == 1.0 and mixed is None:
             residual, x = ops.add_norm(residual, attended, self.attention.output, norm)
         else:
-            added = self.attention.output(attended)
-            if self.attention_post_norm is not None:
-                added = self.attention_post_norm(added)
-            if self.attention_multiplier != 1.0:
-                added = added.mul_(self.attention_multiplier)
+            added = _finished(self.attention.output(attended), self.attention_post_norm, self.attention_multiplier)
             residual, x = _add_norm(residual, added if mixed is None else added.add_(mixed), norm, ops)
         if self.mlp is None:
             return residual, x, None
@@ -109,11 +105,7 @@ class DecoderLayer:
             residual = residual.add_(carried)
         if self.mlp_post_norm is None and next_norm is not None and self.mlp_multiplier == 1.0 and self.scale is None:
             return *self.mlp.add_norm(residual, x, next_norm, ops), left
-        added = self.mlp(x, ops)
-        if self.mlp_post_norm is not None:
-            added = self.mlp_post_norm(added)
-        if self.mlp_multiplier != 1.0:
-            added = added.mul_(self.mlp_multiplier)
+        added = _finished(self.mlp(x, ops), self.mlp_post_norm, self.mlp_multiplier)
         if self.scale is None:
             return *_add_norm(residual, added, next_norm, ops), left
         residual, _ = _add_norm(residual, added, None, ops)
@@ -158,6 +150,13 @@ class DecoderLayer:
             qkv=attention.qkv, output=attention.output, gate_up=mlp.gate_up, down=mlp.down, qk_norm=attention.qk_norm,
             mlp_norm=self.mlp_norm, next_norm=next_norm, spec=attention.spec, rope=rope, index=attention.index,
         )  # fmt: skip
+
+
+def _finished(output: Tensor, norm: RmsNorm | None, factor: float) -> Tensor:
+    """`factor * norm(output)`. Overwrites its argument."""
+    if norm is not None:
+        output = norm(output)
+    return output if factor == 1.0 else output.mul_(factor)
 
 
 def _add_norm(residual: Tensor, added: Tensor, norm: RmsNorm | None, ops: LayerOps) -> tuple[Tensor, Tensor]:

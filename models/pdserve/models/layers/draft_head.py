@@ -60,6 +60,15 @@ class DraftHead(ABC):
         """Layers of the model whose inputs `taken` needs."""
         return ()
 
+    @property
+    def own_embedding(self) -> Embedding | None:
+        """In place of the model's; None: there is none."""
+        return None
+
+    def own_logits(self, normed: Tensor) -> Tensor | None:
+        """`[N, H]` -> `[N, V]` float32, in place of those of the model's output head; None: there are none."""
+        return None
+
     @abstractmethod
     def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """What entries take of the model, `[T, H]`. hidden `[T, H]`: its last hidden states. inputs `[T, H]` each: of
@@ -132,7 +141,7 @@ class EagleHead(DraftHead):
     vocab_size: int
     """V, of the model."""
     embedding: Embedding | None
-    """`[V, H]`; None: the model's."""
+    """See `own_embedding`."""
     norms_residual: bool
     """See `DraftHeadConfig`."""
     taps: tuple[int, ...]
@@ -140,6 +149,10 @@ class EagleHead(DraftHead):
     @property
     def tapped_layers(self) -> tuple[int, ...]:
         return self.taps
+
+    @property
+    def own_embedding(self) -> Embedding | None:
+        return self.embedding
 
     def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         return self.combine(torch.cat(list(inputs), dim=-1))
@@ -153,8 +166,8 @@ class EagleHead(DraftHead):
     def passed(self, residual: Tensor, normed: Tensor) -> Tensor:
         return residual
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """`[N, H]` -> `[N, V]` float32, minus infinity for tokens that the head cannot draft."""
+    def own_logits(self, normed: Tensor) -> Tensor | None:
+        """Minus infinity for tokens that the head cannot draft."""
         found = self.lm_head(normed)
         if self.token_ids is None:
             return found

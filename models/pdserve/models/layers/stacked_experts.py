@@ -11,7 +11,8 @@ from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import Experts, make_experts
 from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate
-from pdserve.models.layers.routing import TopKRouter
+from pdserve.models.layers.gated_mlp import GATES
+from pdserve.models.layers.routing import Router, TopKRouter
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -39,6 +40,29 @@ def load_stacked_experts(
         projections=projections,
     )  # fmt: skip
     return SparseMlp(TopKRouter(route, top_k, True), experts, weights.shard.group)
+
+
+def stacked_or_single_experts(
+    weights: WeightLoader,
+    prefix: str,
+    hidden_size: int,
+    inner_size: int,
+    *,
+    num_experts: int,
+    router: Router,
+    activation: str = "silu",
+    outputs_first: bool = False,
+) -> Experts:
+    """Read stacked experts, or matrices of each, as tools that quantize them write them. Arguments: as of `stacked_experts` and
+    `SparseMlp.load`. Raises: ConfigError."""
+    if weights.shape(f"{prefix}.experts.0.gate_proj.weight") is None:
+        return stacked_experts(
+            weights, prefix, hidden_size, inner_size, num_experts=num_experts, gate=GATES[activation],
+            outputs_first=outputs_first,
+        )  # fmt: skip
+    return SparseMlp.load(
+        weights, prefix, hidden_size, inner_size, num_experts=num_experts, router=router, activation=activation
+    ).experts
 
 
 def stacked_experts(

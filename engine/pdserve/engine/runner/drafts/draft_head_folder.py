@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.common.errors import ConfigError
 from pdserve.common.settings.speculative_config import FIELD, SpeculativeConfig
+from pdserve.engine.runner.drafts.load_draft_model import named
 from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.eagle_head import read_eagle_config
@@ -25,9 +26,5 @@ def draft_head_config(setting: SpeculativeConfig | None, model: ModelConfig) -> 
                 f"{FIELD}.method is {setting.method!r}, and no draft head is read of {model.architecture}"
             )
         return DraftHeadConfig()
-    try:
+    with named(setting.model):
         return read_eagle_config(model_folder(setting.model), model)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{FIELD}.model {setting.model}: {error.message}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{FIELD}.model {setting.model}: {error.message}") from error

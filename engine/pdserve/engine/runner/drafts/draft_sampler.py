@@ -6,8 +6,9 @@ wherever model and drafter predict the same token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata, TokenSamp
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
+
+Further = Callable[[IntArray, Tensor], Tensor]
+"""Places `[n]` of rows and their drafts on the device `[n]` -> the hidden states `[n, H]` from which the next drafts are made."""
 
 
 class DraftSampler:
@@ -30,7 +34,28 @@ class DraftSampler:
         self._packs = ops.sample is not None
         self._sampler = sampler or Sampler(ops.sample)
 
-    def sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
+    def drafts(
+        self, hidden: Tensor, rows: IntArray, limits: IntArray, wanted: DraftRows, further: Further
+    ) -> list[list[int]]:
+        """`limits` `[R]` drafts of each of `rows` `[R]` of the batch. hidden `[R, H]`: from which the first ones are made."""
+        device, going = hidden.device, np.flatnonzero(limits > 0)
+        hidden = hidden[torch.from_numpy(going).to(device)]
+        sampled: list[tuple[IntArray, Tensor]] = []
+        while len(going):
+            token_ids = self._sample(hidden, rows[going], len(sampled), wanted)
+            sampled.append((going, token_ids))
+            kept = np.flatnonzero(limits[going] > len(sampled))
+            going = going[kept]
+            if len(going):
+                hidden = further(going, token_ids[torch.from_numpy(kept).to(device)])
+        drafts: list[list[int]] = [[] for _ in range(len(rows))]
+        if sampled:
+            places = np.concatenate([places for places, _ in sampled]).tolist()
+            for place, token_id in zip(places, torch.cat([each for _, each in sampled]).cpu().tolist(), strict=True):
+                drafts[place].append(token_id)
+        return drafts
+
+    def _sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
         """`[R]` tokens after `number` drafts, on the device; hidden `[R, H]`, rows `[R]` of the batch."""
         logits = self._compute_logits(hidden)
         metadata: SamplingMetadata = wanted.parameters(rows, number)
@@ -41,12 +66,9 @@ class DraftSampler:
         return self._sampler.launch(logits, metadata, PlacedArrays(), packed_rows).token_ids
 
 
-def on_host(sampled: Sequence[tuple[IntArray, Tensor]], num_rows: int) -> list[list[int]]:
-    """The drafts of each of `num_rows` rows. sampled: rows `[n]` that got a further draft, and these `[n]`, step by step."""
-    drafts: list[list[int]] = [[] for _ in range(num_rows)]
-    if sampled:
-        token_ids = torch.cat([tokens for _, tokens in sampled]).cpu().tolist()
-        places = [place for places, _ in sampled for place in places.tolist()]
-        for place, token_id in zip(places, token_ids, strict=True):
-            drafts[place].append(token_id)
-    return drafts
+def spread(drafts: list[list[int]], places: IntArray, num_rows: int) -> list[list[int]]:
+    """The drafts of `num_rows` rows: those at `places` have some, the others none."""
+    of_rows: list[list[int]] = [[] for _ in range(num_rows)]
+    for place, of_row in zip(places.tolist(), drafts, strict=True):
+        of_rows[place] = of_row
+    return of_rows

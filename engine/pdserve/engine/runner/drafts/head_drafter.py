@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
-from pdserve.engine.runner.drafts.draft_sampler import DraftSampler, on_host
+from pdserve.engine.runner.drafts.draft_sampler import DraftSampler, spread
 from pdserve.engine.runner.inputs.block_table import BlockTable
 from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
@@ -36,12 +36,10 @@ class FilledStep:
     """Of the head's KV cache group."""
     hidden: Tensor
     """`[T, H]`, what entries take of the model."""
-    rows: IntArray
-    """`[S]`, of the batch."""
-    counts: IntArray
-    """`[S]`: tokens of each row."""
-    first_positions: IntArray
-    """`[S]`"""
+    row_of_token: IntArray
+    """`[T]`, of the batch."""
+    positions: IntArray
+    """`[T]`: places of the tokens in their sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +113,8 @@ class HeadDrafter:
         Called before the step's tokens are appended to the batch.
         """
         device = step.hidden.device
-        row_of_token = np.repeat(step.rows, step.counts)
-        starts = np.cumsum(step.counts) - step.counts
-        positions = np.arange(len(row_of_token)) - np.repeat(starts - step.first_positions, step.counts)
-        next_ids = np.zeros(len(step.hidden), np.int64)  # with padding
-        columns = np.minimum(positions + 1, batch.token_ids.shape[1] - 1)
-        next_ids[: len(row_of_token)] = batch.token_ids[row_of_token, columns]
-        token_ids = torch.from_numpy(next_ids).to(device)
+        columns = np.minimum(step.positions + 1, batch.token_ids.shape[1] - 1)
+        token_ids = torch.from_numpy(batch.token_ids[step.row_of_token, columns]).to(device)
         self._last, output_rows = None, token_ids.new_empty(0)
         if sampled is not None:
             inputs, tokens = sampled
@@ -148,28 +141,26 @@ class HeadDrafter:
         positions = wanted.num_tokens[rows] - 2
         # entries of drafts have room in the blocks that the sequence has
         limits = np.minimum(wanted.limits[places], table.num_slots(rows) - positions)
-        going = np.flatnonzero(limits > 0)
         device = predictions.normed.device
-        chosen = torch.from_numpy(there[going]).to(device)
-        normed, passed = predictions.normed[chosen], predictions.passed[chosen]
-        sampled: list[tuple[IntArray, Tensor]] = []
-        while len(going):
-            sampled.append((places[going], self._sampler.sample(normed, rows[going], len(sampled), wanted)))
-            still = np.flatnonzero(limits[going] > len(sampled))
-            kept = torch.from_numpy(still).to(device)
-            going = going[still]
-            if len(going):
-                at = positions[going] + len(sampled)
-                batch = AttentionBatch.from_arrays(
-                    positions=at,
-                    slot_mapping=table.slot_mapping(rows[going], at),
-                    query_lens=np.ones(len(going), np.int64),
-                    seq_lens=at + 1,
-                    block_tables=table.of_step(rows[going], at + 1),
-                    device=device,
-                )
-                normed, passed = self._forward(batch, sampled[-1][1][kept].clamp(min=0), passed[kept], None)
-        return on_host(sampled, len(wanted.rows))
+        chosen = torch.from_numpy(there).to(device)
+        passed = predictions.passed[chosen]
+
+        def further(going: IntArray, token_ids: Tensor) -> Tensor:
+            positions[going] += 1
+            at, of_rows = positions[going], torch.from_numpy(going).to(device)
+            batch = AttentionBatch.from_arrays(
+                positions=at,
+                slot_mapping=table.slot_mapping(rows[going], at),
+                query_lens=np.ones(len(going), np.int64),
+                seq_lens=at + 1,
+                block_tables=table.of_step(rows[going], at + 1),
+                device=device,
+            )
+            normed, passed[of_rows] = self._forward(batch, token_ids.clamp(min=0), passed[of_rows], None)
+            return normed
+
+        drafts = self._sampler.drafts(predictions.normed[chosen], rows, limits, wanted, further)
+        return spread(drafts, places, len(wanted.rows))
 
     def _forward(
         self, batch: AttentionBatch, token_ids: Tensor, hidden: Tensor, output_rows: Tensor | None

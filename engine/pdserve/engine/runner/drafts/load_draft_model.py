@@ -41,7 +41,7 @@ class DraftModelFolder:
         setting = settings.speculative_config
         if setting is None or setting.draft_model is None or settings.section == "prefill":
             return None
-        with _named(setting.draft_model):
+        with named(setting.draft_model):
             draft_folder = model_folder(setting.draft_model, download=download)
             config = read_model_config(draft_folder, settings.dtype, settings.model_impl)
             if config.classifier is not None:
@@ -77,7 +77,7 @@ class DraftModelFolder:
 
     def load(self, settings: WorkerSettings) -> AnyDecoder:
         """Read the weights. Raises: ConfigError, UnsupportedModel."""
-        with _named(str(self.folder)):
+        with named(str(self.folder)):
             return load_model_decoder(
                 self.folder,
                 dtype=settings.dtype,
@@ -96,7 +96,7 @@ class DraftModelFolder:
 
 
 @contextmanager
-def _named(model: str) -> Iterator[None]:
+def named(model: str) -> Iterator[None]:
     """Errors about a model name the setting."""
     try:
         yield

@@ -17,7 +17,7 @@ from torch import Tensor
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
-from pdserve.engine.runner.drafts.draft_sampler import DraftSampler, on_host
+from pdserve.engine.runner.drafts.draft_sampler import DraftSampler, spread
 from pdserve.engine.runner.inputs.step_inputs import attention_plans
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.kernels.attention.attention_batch import AttentionBatch
@@ -76,17 +76,13 @@ class ModelDrafter:
         ]
         hidden = self._forward(rows, counts, torch.from_numpy(np.concatenate(known)).to(self._device))
         # a row of which not all tokens are computed yet has no drafts in this step
-        goes_on = np.flatnonzero(self._num_computed[rows] == wanted.num_tokens[rows])
         limits = np.minimum(wanted.limits[places], self._max_model_len - wanted.num_tokens[rows])
-        sampled: list[tuple[IntArray, Tensor]] = []
-        while len(goes_on):
-            places, rows, limits = places[goes_on], rows[goes_on], limits[goes_on]
-            there = torch.from_numpy(goes_on).to(self._device)
-            ones = np.ones(len(rows), np.int64)
-            hidden = self._forward(rows, ones, sampled[-1][1][there]) if sampled else hidden[there]
-            sampled.append((places, self._sampler.sample(hidden, rows, len(sampled), wanted)))
-            goes_on = np.flatnonzero(limits > len(sampled))
-        drafts = on_host(sampled, len(wanted.rows))
+        limits[self._num_computed[rows] < wanted.num_tokens[rows]] = 0
+
+        def further(going: IntArray, token_ids: Tensor) -> Tensor:
+            return self._forward(rows[going], np.ones(len(going), np.int64), token_ids)
+
+        drafts = spread(self._sampler.drafts(hidden, rows, limits, wanted, further), places, len(wanted.rows))
         self._keep(wanted, drafts)
         return drafts
 

@@ -46,6 +46,9 @@ class StepInputs:
     """One per KV cache group."""
     token_ids: Tensor
     """`[T]` int64."""
+    row_of_token: IntArray
+    positions: IntArray
+    """`[T]` each, on the host: the row of the batch, and the token's place in its sequence; 0 of padding."""
     sampled: SampledInputs | None
     """None if no row is sampled."""
 
@@ -224,9 +227,10 @@ class StepInputBuilder:
         if step.is_pending:
             token_ids = self._newest.fill(token_ids, torch.from_numpy(step.row_of_token))
         if plan is None:
-            return StepInputs(batches, token_ids, None)
+            return StepInputs(batches, token_ids, step.row_of_token, step.positions, None)
         arrays = SampledInputs.arrays(plan, is_packed=self._packs_parameters)
-        return StepInputs(batches, token_ids, self._sampled(plan, self._staging.upload(arrays)))
+        sampled = self._sampled(plan, self._staging.upload(arrays))
+        return StepInputs(batches, token_ids, step.row_of_token, step.positions, sampled)
 
     def _staged(self, step: _StepArrays, plan: SampledPlan | None) -> StepInputs:
         """For a device: one copy."""
@@ -270,7 +274,8 @@ class StepInputBuilder:
                     plan_arrays=plan_arrays[group],
                 )
             )
-        return StepInputs(batches, token_ids, None if plan is None else self._sampled(plan, sampled))
+        of_rows = None if plan is None else self._sampled(plan, sampled)
+        return StepInputs(batches, token_ids, step.row_of_token, step.positions, of_rows)
 
     def _plan_arrays(self, step: _StepArrays) -> list[_GroupArrays]:
         """Per KV cache group; a back end of another package may lack the method."""
