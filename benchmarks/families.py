@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[3:]), help="beside native")
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[3:]), help="next to native")
     parser.add_argument("--vllm", help="the interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)

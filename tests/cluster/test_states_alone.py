@@ -1,4 +1,4 @@
-"""A model of states alone through router, prefill and decode: texts, and what the router sees of a prefix of which few are kept."""
+"""A model with only states through router, prefill and decode: texts, and what the router sees of a prefix with few kept states."""
 
 from __future__ import annotations
 

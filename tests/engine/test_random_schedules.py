@@ -7,8 +7,8 @@ parts, preemption because everything is too small, in odd seeds steps that are l
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
 Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
-KV cache groups, with windows, chunks or a state per sequence, or one of states; those with states have tiers only alone. Others
-have a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
+KV cache groups, with windows, chunks or a state per sequence, or one of states; those with states have tiers only if states are
+their only group. Others have a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 

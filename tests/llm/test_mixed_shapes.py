@@ -77,7 +77,7 @@ def test_forks(folder: Path, oracle: Oracle) -> None:
     ids=["chunks", "preemption", "without windows", "drafts", "memory", "int8", "torch", "ranks"],
 )
 def test_greedy_texts_of_layers_that_share_keys(gemma4: Path, options: dict[str, Any]) -> None:
-    """Heads of two sizes, in layers of which some have no keys, and of which all read ids of tokens."""
+    """Heads of two sizes; some layers have no keys, and all read ids of tokens."""
     check_greedy_texts(gemma4, Oracle(gemma4), options)
 
 

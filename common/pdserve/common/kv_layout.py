@@ -133,8 +133,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     group_chunks: tuple[int, ...] = ()
     """Per group, positions of its chunks, 0 for none; empty: no group has chunks. A group with chunks has no window."""
     draft_head: str = ""
-    """Names the draft head whose keys and values are the last group; empty: there is none. Workers whose heads differ, or of which
-    one has none, leave this group out of a transfer."""
+    """Names the draft head whose keys and values are the last group; empty: there is none. Workers leave this
+    group out of a transfer if their heads differ or one of them has none."""
 
     def transfer_order(self, num_tokens: int) -> TransferOrder:
         """The numbers of a prompt's blocks in a transfer. num_tokens: with the output of earlier attempts."""
@@ -174,8 +174,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hits_need_last_block(self) -> bool:
-        """True if a hit of the prefix cache needs no block of the first group other than its last: the group has states, of which
-        workers keep some, and a worker that has the last one has the prefix, whatever it has of the blocks before."""
+        """True if a hit of the prefix cache needs no block of the first group other than its last: workers keep only some
+        of the group's states, and one that has the last state of a prefix has the prefix, whatever it has before it."""
         return 0 < self.group_windows[0] <= 2
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 def num_skipped_blocks(num_tokens: int, window: int, block_size: int, *, is_chunk: bool = False) -> int:
     """Number of a sequence's first blocks that no token after its first `num_tokens` can see.
 
-    window: tokens that a token sees, itself included; with is_chunk those of a chunk, of which it sees its own.
+    window: tokens that a token sees, itself included; with is_chunk the length of a chunk: a token sees those of its own.
     """
     first_seen = num_tokens // window * window if is_chunk else max(0, num_tokens - window + 1)
     return first_seen // block_size

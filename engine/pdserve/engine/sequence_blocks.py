@@ -48,7 +48,7 @@ def max_sequence_tokens(
         needed = max_sequence_blocks(specs, of_group * block_size, block_size, step_tokens)
         return any(map(gt, needed, num_blocks))
 
-    # no machine has so many blocks, and `range` has no larger numbers; states alone are as many for a sequence of any length
+    # no machine has so many blocks, and `range` has no larger numbers; a group of states has as many for a sequence of any length
     most = _MAX_BLOCKS if all(isinstance(spec, StateSpec) for spec in specs) else min(max(num_blocks), _MAX_BLOCKS)
     return (bisect_left(range(most + 1), True, key=exceeds) - 1) * block_size
 

@@ -42,7 +42,7 @@ class ChunkedLocalAttentionSpec:
     """Keys and values of a sequence's tokens in the current chunk of positions are kept."""
 
     attention_chunk_size: int
-    """Positions of a chunk, of which the first begins at 0."""
+    """Positions of a chunk; the first chunk begins at 0."""
     shape: int = 0
     """As of `FullAttentionSpec`."""
 

@@ -122,7 +122,7 @@ def make_other_family(
 ) -> PreTrainedModel:
     """Write a random checkpoint of any causal language model in `transformers` into `folder`, and return the model.
 
-    There is no tokenizer beside it. kind: one of transformers' auto classes. whole: (type, other fields) of a model of which it is
+    There is no tokenizer with it. kind: one of transformers' auto classes. whole: (type, other fields) of a model of which it is
     the language model; None: it is alone. `overrides` are fields of its configuration.
     """
     fields: dict[str, Any] = {

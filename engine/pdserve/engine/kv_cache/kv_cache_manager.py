@@ -221,7 +221,7 @@ class KVCacheManager:
         return tuple(count * of_place for of_place in self.per_place)
 
     def state_places(self, count: int) -> BlockCounts:
-        """Blocks of as many places in groups with states alone."""
+        """Blocks of as many places in groups with only states."""
         return self.coordinator.by_shape(count * isinstance(each, StateManager) for each in self.coordinator.managers)
 
     def growth(self, request: Request, num_tokens: int, num_given: int | None = None) -> BlockCounts:

@@ -59,8 +59,8 @@ class SampleTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand, or with tentative states, or after which
-    a draft head drafts."""
+    """Read the tokens of a step with drafts (rank 0 has found out how many stand) or tentative states, or one after which a draft
+    head drafts."""
 
     num_tokens: dict[str, int]
     """req_id -> tokens that the step added to the sequence."""

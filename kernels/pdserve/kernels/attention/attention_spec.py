@@ -25,7 +25,7 @@ class AttentionSpec:
     window: int | None = None
     """Number of tokens that a token attends to, itself included; None: all."""
     chunk: int | None = None
-    """A token attends to those of its own chunk of so many positions, of which the first begins at 0; None: to those of all."""
+    """A token attends to those of its own chunk of so many positions; the first chunk begins at 0. None: to those of all chunks."""
     softcap: float | None = None
     """Scaled scores become `softcap * tanh(score / softcap)` before the mask; None: no cap."""
     sinks: bool = False

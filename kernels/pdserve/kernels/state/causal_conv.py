@@ -14,7 +14,7 @@ from pdserve.kernels.state.step_rows import StepRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnPart:
-    """Channels side by side, of which each head of a state keeps as many columns."""
+    """Channels next to each other; each head of a state keeps as many columns of them."""
 
     num_channels: int
     """Of a head."""

@@ -1,4 +1,4 @@
-"""`column_runs`: where each head of a state keeps the columns of which channels."""
+"""`column_runs`: which channels' columns each head of a state keeps, and where."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def make_states(name: str, kv_cache: Tensor, block_size: int) -> StateBackend:
-    """The back end of states beside the attention back end called `name`, which may be another package's.
+    """The back end of states next to the attention back end called `name`, which may be another package's.
 
     `torch`, `native`, and `triton` or `sdpa` take that one, or are refused where it is not there; all others take Triton's on a GPU
     where it is installed, on a CPU C++ where it is built, else torch's. kv_cache: `[num_blocks, H, L, 1, 1, N]`. block_size: tokens

@@ -54,7 +54,7 @@ MAMBA_FIELDS = MambaFields(
     conv_bias="use_conv_bias", projection_bias="use_bias", output_bias="use_bias", expand="expand",
     others="chunk_size time_step_limit",
 )  # fmt: skip
-"""Of Mamba 2 alone."""
+"""Of Mamba 2 only."""
 NEMOTRON_FIELDS = MambaFields(
     num_heads="mamba_num_heads", head_dim="mamba_head_dim", num_groups="n_groups", state_size="ssm_state_size",
     conv_length="conv_kernel", conv_bias="use_conv_bias", projection_bias="use_bias", output_bias="use_bias", expand="expand",

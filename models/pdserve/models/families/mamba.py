@@ -1,4 +1,4 @@
-"""Models of Mamba layers alone: Mamba, Falcon Mamba and Mamba 2."""
+"""Models with only Mamba layers: Mamba, Falcon Mamba and Mamba 2."""
 
 from __future__ import annotations
 

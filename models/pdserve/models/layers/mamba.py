@@ -42,7 +42,7 @@ class Mamba:
     conv: CausalConv
     """Of x."""
     selection: Linear
-    """x -> the numbers of which steps are made, b and c."""
+    """x -> the numbers from which steps are made, b and c."""
     norms: tuple[RmsNorm, ...]
     """Of these three; empty: there are none."""
     steps: Linear

@@ -86,7 +86,7 @@ class Mamba2:
     skip: Tensor
     """`[H]` float32: factor of x in the result."""
     norm: GroupNorm | None
-    """None: the gate alone."""
+    """None: only the gate."""
     output: Linear
     input_multiplier: float = 1.0
     """Factor of the hidden state."""

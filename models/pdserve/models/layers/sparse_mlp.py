@@ -1,4 +1,4 @@
-"""Mixture of experts: MLPs, of which a router chooses `top_k` per token."""
+"""Mixture of experts: a router chooses `top_k` of the MLPs for each token."""
 
 from __future__ import annotations
 
