@@ -10,22 +10,13 @@ from tests.support.engine.drafters import greedy_drafter, speculation, use_draft
 from tests.support.engine.engine_harness import Harness, MakeEngine, specs_of
 from tests.support.engine.engine_pair import Pair
 from tests.support.engine.hash_model import Chunk, greedy_answer, prompt_of, sampled_answer
+from tests.support.engine.window_texts import check_preempted_sequences, check_session_that_goes_back, most_in_use
 from tests.support.models.kv_layouts import make_layout, with_windows
 
 SIZE = 4
 CHUNK = Chunk(22)
 """Chunks begin in the middle of blocks."""
 GROUPS = (None, CHUNK, CHUNK)
-
-
-def most_in_use(engine: Harness) -> int:
-    """Run to the end; the largest number of blocks in use after a step."""
-    most = 0
-    while engine.core.has_work:
-        engine.step()
-        most = max(most, engine.scheduler.pool.num_in_use)
-    engine.collect()
-    return most
 
 
 @pytest.mark.parametrize("step", [5, 8, 22, 64])
@@ -122,15 +113,7 @@ def test_sources_that_share_a_prefix_all_reach_their_ends(make_engine: MakeEngin
 @pytest.mark.parametrize("kept", [0, 9, 20])
 def test_a_session_that_goes_back_to_an_earlier_chunk_is_computed_again(make_engine: MakeEngine, kept: int) -> None:
     engine = make_engine(sliding_window=GROUPS, num_blocks=80)
-    engine.add(prompt_of(30), "s", resumable=True, params={"max_tokens": 21})
-    while not engine.turns.get("s"):
-        engine.step()
-    text = prompt_of(30) + engine.turns["s"][0].token_ids[:kept] + [7, 8, 9]
-    engine.resume("s", [7, 8, 9], num_kept_output_tokens=kept, max_tokens=20)
-    while len(engine.turns["s"]) == 1:
-        engine.step()
-    assert engine.turns["s"][1].token_ids == greedy_answer(text, 20, GROUPS)
-    engine.core.abort_request("s")
+    check_session_that_goes_back(engine, GROUPS, kept)
 
 
 def test_drafts_over_the_beginning_of_a_chunk_take_nothing_back_that_is_gone(make_engine: MakeEngine) -> None:
@@ -146,13 +129,7 @@ def test_a_preempted_sequence_continues(make_engine: MakeEngine, tier: int) -> N
     engine = make_engine(
         sliding_window=CHUNK, num_blocks=14, max_num_batched_tokens=8, num_host_blocks=tier, max_model_len=56
     )
-    for again in (0, 1):
-        for length in range(8, 12):
-            engine.add(prompt_of(length), f"{length} {again}", params={"max_tokens": 40})
-        engine.run()
-        for length in range(8, 12):
-            assert engine.answers[f"{length} {again}"].token_ids == greedy_answer(prompt_of(length), 40, CHUNK)
-    assert engine.scheduler.num_preemptions > 0
+    check_preempted_sequences(engine, CHUNK)
 
 
 def test_a_layout_counts_the_blocks_of_the_current_chunk() -> None:

@@ -36,6 +36,7 @@ from tests.support.engine.hash_model import (
     sampled_answer,
     stored_block,
 )
+from tests.support.engine.window_texts import check_session_that_goes_back
 from tests.support.inputs.random_prompts import prompt_of as text_of
 from tests.support.models.family_checkpoints import cases, make_family
 from tests.support.models.oracle import Oracle
@@ -193,15 +194,7 @@ def test_only_blocks_of_the_first_group_are_reported() -> None:
 @pytest.mark.parametrize("kept", [0, 9, 20])
 def test_a_session_that_goes_back_behind_its_window_is_computed_again(make_engine: MakeEngine, kept: int) -> None:
     engine = make_engine(sliding_window=GROUPS, num_blocks=80)
-    engine.add(prompt_of(30), "s", resumable=True, params={"max_tokens": 21})
-    while not engine.turns.get("s"):
-        engine.step()
-    text = prompt_of(30) + engine.turns["s"][0].token_ids[:kept] + [7, 8, 9]
-    engine.resume("s", [7, 8, 9], num_kept_output_tokens=kept, max_tokens=20)
-    while len(engine.turns["s"]) == 1:
-        engine.step()
-    assert engine.turns["s"][1].token_ids == greedy_answer(text, 20, GROUPS)
-    engine.core.abort_request("s")
+    check_session_that_goes_back(engine, GROUPS, kept)
 
 
 def test_drafts_give_back_the_blocks_of_every_group(make_engine: MakeEngine) -> None:

@@ -15,24 +15,12 @@ from tests.support.engine.drafters import greedy_drafter, speculation, use_draft
 from tests.support.engine.engine_harness import Harness, MakeEngine
 from tests.support.engine.engine_pair import Pair
 from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
+from tests.support.engine.window_texts import check_preempted_sequences, check_session_that_goes_back, most_in_use
 from tests.support.inputs.random_prompts import prompt_of as text_of
 from tests.support.models.oracle import Oracle
 
 WINDOW = 13
 SIZE = 4
-
-
-def most_in_use(engine: Harness, limit: int = 2000) -> int:
-    """Run to the end; the largest number of blocks in use after a step."""
-    most = 0
-    for _ in range(limit):
-        if not engine.core.has_work:
-            break
-        engine.step()
-        most = max(most, engine.scheduler.pool.num_in_use)
-    assert not engine.core.has_work
-    engine.collect()
-    return most
 
 
 @pytest.mark.parametrize(
@@ -173,15 +161,7 @@ def test_i5_sequences_of_one_prompt_share_what_they_see(make_engine: MakeEngine)
 @pytest.mark.parametrize("kept", [0, 1, 9, 20])
 def test_a_session_that_goes_back_behind_its_window_is_computed_again(make_engine: MakeEngine, kept: int) -> None:
     engine = make_engine(sliding_window=WINDOW)
-    engine.add(prompt_of(30), "s", resumable=True, params={"max_tokens": 21})
-    while not engine.turns.get("s"):
-        engine.step()
-    text = prompt_of(30) + engine.turns["s"][0].token_ids[:kept] + [7, 8, 9]
-    engine.resume("s", [7, 8, 9], num_kept_output_tokens=kept, max_tokens=20)
-    while len(engine.turns["s"]) == 1:
-        engine.step()
-    assert engine.turns["s"][1].token_ids == greedy_answer(text, 20, WINDOW)
-    engine.core.abort_request("s")
+    check_session_that_goes_back(engine, WINDOW, kept)
 
 
 def test_drafts_that_are_refused_take_nothing_back_that_is_gone(make_engine: MakeEngine) -> None:
@@ -197,13 +177,7 @@ def test_a_preempted_sequence_continues(make_engine: MakeEngine, tier: int) -> N
     engine = make_engine(
         sliding_window=25, num_blocks=14, max_num_batched_tokens=8, num_host_blocks=tier, max_model_len=56
     )
-    for again in (0, 1):
-        for length in range(8, 12):
-            engine.add(prompt_of(length), f"{length} {again}", params={"max_tokens": 40})
-        engine.run()
-        for length in range(8, 12):
-            assert engine.answers[f"{length} {again}"].token_ids == greedy_answer(prompt_of(length), 40, 25)
-    assert engine.scheduler.num_preemptions > 0
+    check_preempted_sequences(engine, 25)
     if tier:
         assert engine.scheduler.pool.tier is not None
         assert engine.scheduler.pool.tier.num_loaded > 0
