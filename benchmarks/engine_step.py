@@ -1,7 +1,7 @@
 """Time of one decode step of `EngineCore` by stage: scheduling, inputs, forward, sampling, booking.
 
-    full       a model's decode steps; B sequences at a context of C tokens, beside the floor of `floor.py` in the same run
-    queue      scheduling and booking alone, with an executor that computes nothing: B sequences that run, beside W that wait
+    full       a model's decode steps; B sequences at a context of C tokens, next to the floor of `floor.py` in the same run
+    queue      scheduling and booking alone, with an executor that computes nothing: B sequences that run, next to W that wait
                without a place in the batch
     no room    the same where the batch has places and the pool has no block for those that wait
 
@@ -9,7 +9,9 @@ Medians over the steps, us. `queue` and `no room` count the calls of Python func
 the machine changes.
 
 Usage: python benchmarks/engine_step.py [--model demo|DIR] [--batches 1 8 32 64] [--contexts 128 1024 4096] [--steps 40]
-                                        [--waiting 0 10000] [--only full|queue]
+                                        [--waiting 0 10000] [--only full|queue] [--families NAME ...]
+
+`--families` of `families.py`, with random weights, take the place of `--model`.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from conditions import conditions
+from families import FAMILIES, write_model
 from floor import Floor
 
 from pdserve.common.block_hash import BlockHasher
@@ -52,11 +57,15 @@ def request(name: str, num_tokens: int, max_tokens: int) -> EngineCoreRequest:
     return EngineCoreRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params, prefill_here=True)
 
 
-def full(model: str, batch: int, context: int, num_steps: int) -> dict[str, float]:
+def full(
+    model: Path, load_format: Literal["auto", "dummy"], batch: int, context: int, num_steps: int
+) -> dict[str, float]:
     """us per stage of a decode step."""
     num_blocks = batch * (-(-(context + num_steps + 2) // BLOCK_SIZE) + 1)
-    settings = WorkerSettings(max_num_seqs=batch, num_blocks=num_blocks, enable_prefix_caching=False)
-    core = LoadedEngine.load(model_folder(model), settings).make_core()
+    settings = WorkerSettings(
+        max_num_seqs=batch, num_blocks=num_blocks, enable_prefix_caching=False, load_format=load_format
+    )
+    core = LoadedEngine.load(model, settings).make_core()
     if context + num_steps + 2 > core.scheduler.config.max_model_len:
         raise ValueError(f"context {context}: the model has {core.scheduler.config.max_model_len} positions")
     core.warm_up()
@@ -153,6 +162,7 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", choices=["full", "queue"])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[])
     options = parser.parse_args()
     for name, value in conditions().items():
         print(f"{name}: {value}")
@@ -169,16 +179,25 @@ def main() -> None:
                     calls = calls_of(queue.step)
                     named = "no room" if has_places else "none" if num_waiting else "-"
                     print(f"| {batch} | {num_waiting} | {named} | {schedule:.0f} | {book:.0f} | {calls} |")
-    if options.only != "queue":
-        floor = Floor(model_folder(options.model))
-        print("\n| batch | context | " + " | ".join(f"{name}, us" for name in STAGES) + " | floor, us |")
-        print("|---:" * (3 + len(STAGES)) + "|")
-        for batch in options.batches:
-            for context in options.contexts:
-                found = full(options.model, batch, context, options.steps)
-                least = 1e6 * (floor.linears_s(batch, batch) + floor.kv_s(batch * context))
-                row = [*(found[name] for name in STAGES), least]
-                print(f"| {batch} | {context} | " + " | ".join(f"{value:.0f}" for value in row) + " |")
+    if options.only != "queue" and not options.families:
+        print_full(model_folder(options.model), "auto", options)
+    for family in options.families:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), family)
+            print(f"\n{family}")
+            print_full(Path(folder), "dummy", options)
+
+
+def print_full(model: Path, load_format: Literal["auto", "dummy"], options: argparse.Namespace) -> None:
+    floor = Floor(model)
+    print("\n| batch | context | " + " | ".join(f"{name}, us" for name in STAGES) + " | floor, us |")
+    print("|---:" * (3 + len(STAGES)) + "|")
+    for batch in options.batches:
+        for context in options.contexts:
+            found = full(model, load_format, batch, context, options.steps)
+            least = 1e6 * (floor.linears_s(batch, batch) + floor.cache_s(batch, context))
+            row = [*(found[name] for name in STAGES), least]
+            print(f"| {batch} | {context} | " + " | ".join(f"{value:.0f}" for value in row) + " |", flush=True)
 
 
 STAGES = ("schedule", "inputs", "forward", "sample", "book", "step")

@@ -1,7 +1,8 @@
-"""Milliseconds per output token with and without drafts (`speculative_config`), in turns over one model.
+"""Milliseconds of CPU time per output token with and without drafts (`speculative_config`), in turns.
 
 Usage: python benchmarks/speculation.py [--model DIR] [--dtype bfloat16] [--batches 1 16] [--rounds 3] [--tokens 128]
                                         [--config JSON] [--text repeats|random] [--draft-layers N] [--first-prompt N]
+                                        [--head deepseek_v3|qwen3_next] [--noise 0 7]
 
 The prompt is a list of random records, each of which is followed by the same record again, up to the last: a trained model copies
 it. With `--load-format dummy` the text is that of random weights, which falls into a loop or not. The part of the drafts that is
@@ -9,6 +10,11 @@ accepted is printed beside each time. `--text random` asks at temperature 1, whe
 
 `--draft-layers N` drafts with a copy of the model that has its first N layers alone, in place of the method of `--config`: a draft
 model that costs N of the model's layers and agrees with it as far as it happens to.
+
+`--head FAMILY` writes a model of that family with an MTP head, 100 million parameters, in place of `--model`. Its layers compute as
+any layers do and add nothing, so that the next token is a function of the last one, and the head knows that function. `--noise`
+disturbs what the head sees: at 0 every draft is right, at 7 some are, from 20 on none is. So a head's cost and gain are measured
+at an acceptance that is chosen, which random weights do not have and trained ones would.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import time
 from pathlib import Path
 
 from conditions import conditions
+from known_head import FAMILIES, write_model_with_head
 
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
@@ -84,7 +91,7 @@ def ask(core: EngineCore, name: str, number: int, args: argparse.Namespace, voca
 def decode(
     core: EngineCore, name: str, batch: int, args: argparse.Namespace, vocab_size: int
 ) -> tuple[float, list[list[int]]]:
-    """(milliseconds per token of one sequence, from the step after the last first token on; texts)."""
+    """(milliseconds of CPU time per token of one sequence, from the step after the last first token on; texts)."""
     texts: dict[str, list[int]] = {}
     numbers = range(args.first_prompt, args.first_prompt + batch)
     for number in numbers:
@@ -92,11 +99,11 @@ def decode(
     while len(texts) < batch:
         for output in core.step().outputs:
             texts.setdefault(output.request_id, []).extend(output.new_token_ids)
-    before, started = sum(map(len, texts.values())), time.perf_counter()
+    before, started = sum(map(len, texts.values())), time.process_time()
     while core.has_work:
         for output in core.step().outputs:
             texts[output.request_id].extend(output.new_token_ids)
-    spent_s = time.perf_counter() - started
+    spent_s = time.process_time() - started
     num_tokens = sum(map(len, texts.values())) - before
     return spent_s / num_tokens * batch * 1e3, [texts[f"{name}-{number}"] for number in numbers]
 
@@ -120,47 +127,54 @@ def main() -> None:
         default='{"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2, "disable_by_batch_size": null}',
     )
     parser.add_argument("--draft-layers", type=int)
+    parser.add_argument("--head", choices=FAMILIES)
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0])
     args = parser.parse_args()
-    folder = model_folder(args.model) if args.model == "demo" else Path(args.model)
+    for name, value in conditions().items():
+        print(f"{name}: {value}")
+    print(args)
     with tempfile.TemporaryDirectory() as scratch:
         fields = json.loads(args.config)
+        limits = {name: fields[name] for name in ("num_speculative_tokens", "disable_by_batch_size") if name in fields}
+        if args.head:
+            for noise in args.noise:
+                folder = Path(scratch) / f"{args.head} {noise}"
+                write_model_with_head(folder, args.head, noise)
+                print(f"noise {noise}")
+                measure(args, folder, SpeculativeConfig(method="mtp", **limits))
+            return
+        folder = model_folder(args.model) if args.model == "demo" else Path(args.model)
         if args.draft_layers:
             draft = with_first_layers(folder, args.draft_layers, Path(scratch) / "draft")
-            limits = ("num_speculative_tokens", "disable_by_batch_size")
-            fields = {name: fields[name] for name in limits if name in fields} | {"model": str(draft)}
+            fields = limits | {"model": str(draft)}
         measure(args, folder, SpeculativeConfig(**fields))
 
 
 def measure(args: argparse.Namespace, folder: Path, config: SpeculativeConfig) -> None:
-    settings = WorkerSettings(
-        dtype=args.dtype,
-        load_format=args.load_format,
-        num_threads=args.threads,
-        max_model_len=args.prompt + args.tokens + 16,
-        max_num_seqs=max(args.batches),
-        kv_cache_mib=1024,
-        speculative_config=config,
-    )
-    import msgspec
     import torch
 
     torch.set_num_threads(args.threads)
-    loaded = LoadedEngine.load(folder, settings)
-    vocab_size = loaded.info.vocab_size
-    for name, value in conditions().items():
-        print(f"{name}: {value}")
-    print(f"{args}")
-    print("batch | ms per token undrafted | drafted | ratio | accepted of drafted | equal texts")
+    engines = {}
+    for name, drafts in (("undrafted", None), ("drafted", config)):
+        settings = WorkerSettings(
+            dtype=args.dtype,
+            load_format=args.load_format,
+            num_threads=args.threads,
+            max_model_len=args.prompt + args.tokens + 16,
+            max_num_seqs=max(args.batches),
+            kv_cache_mib=1024,
+            speculative_config=drafts,
+        )
+        engines[name] = LoadedEngine.load(folder, settings)
+    vocab_size = engines["drafted"].info.vocab_size
+    print("batch | ms of CPU per token undrafted | drafted | ratio | accepted of drafted | equal texts")
     for batch in args.batches:
-        times: dict[str, list[float]] = {"undrafted": [], "drafted": []}
+        times: dict[str, list[float]] = {name: [] for name in engines}
         counts, equal = (0, 0), 0
         for turn in range(args.rounds + 1):
             found = {}
-            for name in ("undrafted", "drafted"):
-                loaded._settings = msgspec.structs.replace(
-                    settings, speculative_config=config if name == "drafted" else None
-                )
-                core = loaded.make_core()
+            for name, engine in engines.items():
+                core = engine.make_core()
                 spent_ms, texts = decode(core, f"{name}-{turn}", batch, args, vocab_size)
                 found[name] = texts
                 if turn:
@@ -175,7 +189,8 @@ def measure(args: argparse.Namespace, folder: Path, config: SpeculativeConfig) -
             f"{counts[0]} of {counts[1]} | {equal} of {batch}",
             flush=True,
         )
-    loaded.close()
+    for engine in engines.values():
+        engine.close()
 
 
 if __name__ == "__main__":
