@@ -22,7 +22,7 @@ from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.layers.decoder_layer import DecoderLayer
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.loading import load_decoder
 from tests.support.kernels.attention_batches import model_inputs, packed_batch
@@ -101,7 +101,7 @@ def _decoder(folder: Path, family: str, fields: dict[str, Any]) -> Decoder:
 def linears(decoder: Decoder) -> Iterator[PackedLinear | BlockedLinear]:
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer)
-        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(layer.mlp, Mlp)
         assert isinstance(layer.attention, SelfAttention)
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
             assert isinstance(linear, PackedLinear | BlockedLinear)

@@ -22,7 +22,7 @@ from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.layers.draft_head import EagleHead
 from pdserve.models.layers.embedding import make_embedding
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.open_weights import open_weights
@@ -104,7 +104,7 @@ def load_eagle_head(model: ModelConfig, device: str, shard: RankShard) -> EagleH
                 order=own.head_order(0), qkv_bias=family.qkv_bias, output_bias=family.output_bias, input_size=2 * hidden,
             ),
             mlp_norm=norm(f"{prefix}.post_attention_layernorm"),
-            mlp=GatedMlp.load(weights, f"{prefix}.mlp", hidden, own.intermediate_size, bias=family.mlp_bias),
+            mlp=Mlp.load(weights, f"{prefix}.mlp", hidden, own.intermediate_size, bias=family.mlp_bias),
         )  # fmt: skip
         embedding = None
         if "embed_tokens.weight" in names:

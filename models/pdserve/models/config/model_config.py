@@ -41,8 +41,8 @@ from pdserve.models.kv_cache import (
 )
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
 from pdserve.models.layers.draft_head import DraftNames, MtpHead
-from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.layers.token_inputs import TokenInputs
@@ -604,7 +604,7 @@ class FamilyLayers:
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         """The part of layer `index` that follows the attention, in a layer that has one. Raises: ConfigError."""
-        return GatedMlp.load(
+        return Mlp.load(
             weights, prefix, config.hidden_size, config.intermediate_size,
             bias=self.mlp_bias, activation=self.activations[0], is_fused=self.has_fused_mlp,
         )  # fmt: skip

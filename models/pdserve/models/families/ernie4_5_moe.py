@@ -12,7 +12,7 @@ from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import FeedForward
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.routing import BiasedRouter
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -81,7 +81,7 @@ class Ernie45Moe(ModelFamily):
         shared = None
         if self.num_shared:
             size = self.num_shared * self.expert_size
-            shared = GatedMlp.load(weights, f"{prefix}.shared_experts", hidden, size, bias=False)
+            shared = Mlp.load(weights, f"{prefix}.shared_experts", hidden, size, bias=False)
         # no sum of probabilities is as small as moe_norm_min
         router = BiasedRouter(logits, self.top_k, True, 1.0, bias)
         return SparseMlp.load(

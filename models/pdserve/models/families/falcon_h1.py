@@ -11,8 +11,8 @@ from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.state_shape import StateShape
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import DecoderLayer
-from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.mamba2 import Mamba2
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.side_mixer import SideMixer
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -103,7 +103,7 @@ class FalconH1(ModelFamily):
         attention = self.load_attention(weights, f"{prefix}.self_attn", config, index)
         mlp = self.load_mlp(weights, f"{prefix}.feed_forward", config, index)
         assert isinstance(attention, SelfAttention)
-        assert isinstance(mlp, GatedMlp)
+        assert isinstance(mlp, Mlp)
         into, out = self.attention_multipliers
         gate, down = self.mlp_multipliers
         return DecoderLayer(

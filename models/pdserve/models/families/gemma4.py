@@ -21,7 +21,7 @@ from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
 from pdserve.models.layers.embedding import make_embedding
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.mlp_next_to_experts import MlpNextToExperts
 from pdserve.models.layers.routing import NormedRouter
 from pdserve.models.layers.self_attention import SelfAttention, SharedKeys
@@ -250,7 +250,7 @@ class Gemma4(Gemma2):
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         is_wide = self.widens_readers and self.key_layers[index] != index
-        mlp = GatedMlp.load(
+        mlp = Mlp.load(
             weights, prefix, config.hidden_size, config.intermediate_size * (1 + is_wide),
             bias=False, activation=self.activations[0],
         )  # fmt: skip

@@ -13,7 +13,7 @@ from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import FeedForward
 from pdserve.models.layers.draft_head import DraftNames
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.routing import load_grouped_router
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -90,7 +90,7 @@ class GroupedMixture(ModelFamily, ABC):
         shared = None
         if experts.num_shared:
             size = experts.num_shared * experts.size
-            shared = GatedMlp.load(weights, f"{prefix}.shared_experts", hidden, size, bias=self.mlp_bias)
+            shared = Mlp.load(weights, f"{prefix}.shared_experts", hidden, size, bias=self.mlp_bias)
         return SparseMlp.load(
             weights, prefix, hidden, experts.size, num_experts=experts.num_experts, router=router, shared=shared,
             projections=self.expert_projections,

@@ -10,7 +10,7 @@ from pdserve.models.config.model_config import LayerNorms, ModelConfig, ModelFam
 from pdserve.models.config.state_shape import StateShape, layers_without, state_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, FeedForward
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.short_conv import ShortConv
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -84,7 +84,7 @@ class Lfm2(ModelFamily):
         )  # fmt: skip
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
-        return GatedMlp.load(
+        return Mlp.load(
             weights, prefix.replace(".mlp", ".feed_forward"), config.hidden_size, self.mlp_size,
             bias=False, activation=self.activations[0], projections=("w1", "w3", "w2"),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from pdserve.models.config.unrotated_layers import read_unrotated_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, FeedForward
 from pdserve.models.layers.experts_of_scaled_inputs import ExpertsOfScaledInputs
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.routing import SigmoidRouter
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.sparse_mlp import SparseMlp
@@ -117,12 +117,12 @@ class Llama4(ModelFamily):
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         prefix, hidden = prefix.removesuffix(".mlp") + ".feed_forward", config.hidden_size
         if not self.sparse_layers[index]:
-            return GatedMlp.load(weights, prefix, hidden, self.dense_size, bias=False)
+            return Mlp.load(weights, prefix, hidden, self.dense_size, bias=False)
         size = config.intermediate_size
         router = SigmoidRouter(
             make_linear(weights.tensor(f"{prefix}.router.weight", self.num_experts, hidden)), self.top_k
         )
-        shared = GatedMlp.load(weights, f"{prefix}.shared_expert", hidden, size, bias=False)
+        shared = Mlp.load(weights, f"{prefix}.shared_expert", hidden, size, bias=False)
         experts = stacked_or_single_experts(weights, prefix, hidden, size, num_experts=self.num_experts, router=router)
         return SparseMlp(router, ExpertsOfScaledInputs(experts), weights.shard.group, shared)
 

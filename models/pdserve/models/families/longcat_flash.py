@@ -17,7 +17,7 @@ from pdserve.models.config.latent_shape import LATENT_FIELDS, LatentShape
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import DecoderLayer
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.routing import BiasedRouter
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -113,7 +113,7 @@ class LongcatFlash(ModelFamily):
             input_norm=self.load_norm(weights, f"{prefix}.input_layernorm.{half}.weight", config),
             attention=self.load_attention(weights, f"{prefix}.self_attn.{half}", config, index),
             mlp_norm=self.load_norm(weights, f"{prefix}.post_attention_layernorm.{half}.weight", config),
-            mlp=GatedMlp.load(weights, f"{prefix}.mlps.{half}", hidden, config.intermediate_size, bias=False),
+            mlp=Mlp.load(weights, f"{prefix}.mlps.{half}", hidden, config.intermediate_size, bias=False),
             shortcut=None if half else self._load_experts(weights, f"{prefix}.mlp", hidden),
         )
 

@@ -13,8 +13,8 @@ from pdserve.models.config.model_config import LayerNorms, ModelConfig, ModelFam
 from pdserve.models.config.state_shape import StateShape, layers_without, state_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import Attention, FeedForward
-from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.mamba2 import Mamba2
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.stacked_experts import load_stacked_experts
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -99,7 +99,7 @@ class GraniteHybrid(MambaHybrid):
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         names = ("input_linear", "output_linear")
-        shared = GatedMlp.load(
+        shared = Mlp.load(
             weights, prefix.replace(".mlp", ".shared_mlp"), config.hidden_size, self.mlp_size,
             bias=False, is_fused=True, projections=names,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from pdserve.models.config.state_shape import StateShape
 from pdserve.models.families.mamba_hybrids import MambaHybrid
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.routing import load_grouped_router
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -126,8 +126,8 @@ class NemotronH(MambaHybrid):
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         hidden, is_sparse = config.hidden_size, self.sparse_layers[index]
 
-        def mlp(name: str, inner_size: int) -> GatedMlp:
-            return GatedMlp.load(
+        def mlp(name: str, inner_size: int) -> Mlp:
+            return Mlp.load(
                 weights, name, hidden, inner_size,
                 bias=self.mlp_bias, activation=self.activations[0], projections=_PROJECTIONS,
             )  # fmt: skip

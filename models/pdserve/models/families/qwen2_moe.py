@@ -12,7 +12,7 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.sliding_windows import windows_by_layer_type
 from pdserve.models.families.qwen3_moe import Qwen3Moe, read_sparse_layers
 from pdserve.models.json_object import JsonObject
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -52,7 +52,7 @@ class Qwen2Moe(Qwen3Moe):
         return sizes | ({"shared_expert_intermediate_size": self.shared_size} if any(self.sparse_layers) else {})
 
     def load_experts(self, weights: WeightLoader, prefix: str, config: ModelConfig) -> SparseMlp:
-        shared = GatedMlp.load(weights, f"{prefix}.shared_expert", config.hidden_size, self.shared_size, bias=False)
+        shared = Mlp.load(weights, f"{prefix}.shared_expert", config.hidden_size, self.shared_size, bias=False)
         gate = make_linear(weights.tensor(f"{prefix}.shared_expert_gate.weight", 1, config.hidden_size))
         return replace(self.load_routed_experts(weights, prefix, config), shared=shared, shared_gate=gate)
 

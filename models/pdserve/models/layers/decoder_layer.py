@@ -12,17 +12,17 @@ from pdserve.kernels.layer_plans import LayerPlan
 from pdserve.kernels.layers.fused_layers import LayerParts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.gated_delta_net import GatedDeltaNet
-from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.mamba import Mamba
 from pdserve.models.layers.mamba2 import Mamba2
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.layers.short_conv import ShortConv
 from pdserve.models.layers.token_inputs import TokenInput
 
 
 class FeedForward(Protocol):
-    """A layer that computes each token independently: `GatedMlp` or `SparseMlp`."""
+    """A layer that computes each token independently: `Mlp` or `SparseMlp`."""
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`, new memory."""
@@ -131,7 +131,7 @@ class DecoderLayer:
             or self.joins_mixer
             or self.mlp_norm is None
             or next_norm is None
-            or not isinstance(mlp, GatedMlp)
+            or not isinstance(mlp, Mlp)
             or mlp.gate is not None
             or mlp.gate_multiplier != 1.0
             or not isinstance(attention, SelfAttention)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import RmsNorm
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.sparse_mlp import SparseMlp
 
 
@@ -17,7 +17,7 @@ class MlpNextToExperts:
     """`mlp_post_norm(mlp(mlp_norm(x))) + experts_post_norm(experts(x))`; the input is the stream itself."""
 
     mlp_norm: RmsNorm
-    mlp: GatedMlp
+    mlp: Mlp
     mlp_post_norm: RmsNorm
     experts: SparseMlp
     """Normalises its input."""

@@ -15,7 +15,7 @@ from pdserve.kernels.layers.experts import Experts, make_experts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.layers.experts_with_identity import ExpertsWithIdentity
-from pdserve.models.layers.gated_mlp import GATES, GatedMlp
+from pdserve.models.layers.mlp import GATES, Mlp
 from pdserve.models.layers.routing import Router
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -24,14 +24,14 @@ from pdserve.models.weights.weight_loader import WeightLoader
 class SparseMlp:
     """Sum over a token's experts of routing weight times `down(act(gate x) * up x)`, and of what all tokens have.
 
-    Experts may be as in `GatedMlp` without a gate, and may take and give fewer numbers than a hidden state has.
+    Experts may be as in `Mlp` without a gate, and may take and give fewer numbers than a hidden state has.
     """
 
     router: Router
     experts: Experts
     group: RankGroup | None = None
     """The ranks that share the inner size of each expert."""
-    shared: GatedMlp | None = None
+    shared: Mlp | None = None
     """The experts that every token has, side by side in one MLP."""
     shared_gate: Linear | None = None
     """`[T, H]` -> `[T, 1]`, whose sigmoid is their weight; None: the weight is 1."""
@@ -52,7 +52,7 @@ class SparseMlp:
         *,
         num_experts: int,
         router: Router,
-        shared: GatedMlp | None = None,
+        shared: Mlp | None = None,
         num_identity: int = 0,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         activation: str = "silu",

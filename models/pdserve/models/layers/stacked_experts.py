@@ -11,7 +11,7 @@ from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import Experts, make_experts
 from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate
-from pdserve.models.layers.gated_mlp import GATES
+from pdserve.models.layers.mlp import GATES
 from pdserve.models.layers.routing import Router, TopKRouter
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.rank_shard import Part

@@ -19,7 +19,7 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.decoder_layer import DecoderLayer
-from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.mlp import Mlp
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 
@@ -175,7 +175,7 @@ def with_lora_targets(
                 output=wrap_row_parallel(attention.output, f"{name}.o_proj", q_size, hidden),
             )
             mlp = layer.mlp
-            if isinstance(mlp, GatedMlp):
+            if isinstance(mlp, Mlp):
                 mlp = replace(
                     mlp,
                     gate_up=wrap(mlp.gate_up, hidden, _gate_and_up(f"{prefix}.mlp", config, shard)),

@@ -18,7 +18,7 @@ GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tan
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
+class Mlp:
     """`down(act(multiplier * gate x) * up x)`, or without a gate `down(act(up x))`."""
 
     gate_up: Linear
@@ -41,7 +41,7 @@ class GatedMlp:
         activation: str = "silu",
         is_fused: bool = False,
         projections: Sequence[str] = (),
-    ) -> GatedMlp:
+    ) -> Mlp:
         """Read gate, up and down by their names in `projections`; with is_fused the first two are one matrix, without a bias.
 
         projections: empty: `gate_proj`, `up_proj` and `down_proj`, or `gate_up_proj` and `down_proj`; without a gate up and down.
