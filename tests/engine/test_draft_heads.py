@@ -25,7 +25,8 @@ MakeReal = Callable[..., Harness]
 Drafted = list[tuple[list[int], list[int]]]
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "glm4_moe", "eagle3_normed")]
+_MORE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "eagle3_normed")
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in _MORE]
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "eagle3", *_SLOW])

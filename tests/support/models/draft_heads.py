@@ -35,14 +35,14 @@ class DraftHeadModel:
         self.folder = folder
         fields = {**cases(family)[0], **changes}
         self.num_layers: int = fields.get("num_hidden_layers", 4)
-        self.shares_pool = family == "qwen3_next"
-        if family == "qwen3_next":
+        prefix = "model.layers.{}" if "n_routed_experts" in fields else "mtp"
+        self.shares_pool = prefix == "mtp"
+        if prefix == "mtp":
             kinds = [
                 "full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(self.num_layers)
             ]
             fields["layer_types"] = [*kinds, "full_attention"]
         model = make_family(folder, family, {**fields, "num_hidden_layers": self.num_layers + 1})
-        prefix = "model.layers.{}" if "n_routed_experts" in fields else "mtp"
         names = _NAMES[prefix]
         self._passes_normed = prefix == "mtp"
         hidden = model.config.hidden_size
