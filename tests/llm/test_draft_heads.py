@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ from pdserve.models.model_impl import read_model_config
 from tests.llm.test_streaming_sessions import answers_of, expected_of, inputs_of
 from tests.support.engine.llm_requests import core_of, greedy
 from tests.support.inputs.random_prompts import prompt_of
-from tests.support.models.draft_heads import DraftHeadModel
+from tests.support.models.draft_heads import DraftHeadModel, add_mtp_head
+from tests.support.models.image_checkpoints import ImageShape, chat_of, make_image_checkpoint, picture
 from tests.support.models.lora_adapters import make_adapter
 from tests.support.models.offline_texts import PROMPTS
 from tests.support.run.waiting import HANG_S
@@ -222,3 +224,28 @@ def test_a_layout_without_the_heads_group_is_that_of_a_worker_without_a_head(
         assert layout.without_draft_head() == plain
         assert layout.group_windows == (*plain.group_windows, 0) == (0, 0)
         assert (layout.draft_head, plain.draft_head) == ("mtp", "")
+
+
+def test_a_head_of_a_model_with_a_vision_tower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Qwen3.5 is published: the weights of the text have a prefix, and those of its head have none."""
+    kinds = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+    shape = ImageShape(text={"num_hidden_layers": 4, "layer_types": kinds})
+    make_image_checkpoint(tmp_path, "qwen3_5", shape=shape)
+    add_mtp_head(tmp_path, "model.language_model.layers", 3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chats = [chat_of(picture(1), "what?"), chat_of("a", picture(2), "b", picture(3), "what?"), chat_of("hello")]
+    texts = []
+    for options in ({}, head()):
+        llm = LLM(
+            str(tmp_path), dtype="float32", engine_process=False, kv_cache_mib=16, max_num_batched_tokens=32, **options
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        texts.append([said(answer) for answer in llm.chat(chats, params, use_tqdm=False)])
+        core_of(llm).scheduler.check(idle=True)
+    assert texts[0] == texts[1]
+    stats = core_of(llm).scheduler.drafts.stats
+    assert stats is not None
+    assert stats.num_draft_tokens > 0
+    assert "without a known meaning" not in caplog.text

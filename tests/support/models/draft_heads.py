@@ -26,6 +26,35 @@ _FACTOR = 0.1
 """Of what layers add: the next token then depends above all on the last one, and the head is often right."""
 
 
+def add_mtp_head(folder: Path, layers: str, num_layers: int) -> None:
+    """Make the last layer of a checkpoint that of a head with Qwen's names. layers: their prefix. num_layers: without the head."""
+    hidden = load_file(folder / "model.safetensors")[f"{layers}.0.input_layernorm.weight"].shape[0]
+    generator = torch.Generator().manual_seed(1)
+    norm_1, norm_2, projection, norm_3, place = _NAMES["mtp"]
+    of_head = {
+        f"mtp.{name}.weight": 0.1 * torch.randn(hidden, generator=generator) for name in (norm_1, norm_2, norm_3)
+    }
+    of_head[f"mtp.{projection}.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)
+    _make_last_layer_a_head(folder, f"{layers}.{num_layers}.", f"mtp{place}.", of_head)
+
+
+def _make_last_layer_a_head(folder: Path, own: str, full: str, of_head: dict[str, Tensor]) -> None:
+    """Rename weights that begin with `own`, add those of the head, and take the layer out of the configuration."""
+    file = folder / "model.safetensors"
+    weights = {
+        f"{full}{name.removeprefix(own)}" if name.startswith(own) else name: weight
+        for name, weight in load_file(file).items()
+    }
+    save_file({name: weight.contiguous() for name, weight in (weights | of_head).items()}, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] -= 1
+    for name in ("layer_types", "mlp_layer_types"):
+        if name in text:
+            text[name].pop()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 class DraftHeadModel:
     """A checkpoint whose last layer is that of its draft head."""
 
@@ -61,23 +90,11 @@ class DraftHeadModel:
                     weight.mul_(_FACTOR)
             model.get_input_embeddings().weight.mul_(_EMBEDDING / 0.3)
         model.save_pretrained(folder)
-        weights = load_file(folder / "model.safetensors")
         full = prefix.format(self.num_layers)
-        own = f"model.layers.{self.num_layers}."
-        weights = {
-            f"{full}{names[4]}.{name.removeprefix(own)}" if name.startswith(own) else name: weight
-            for name, weight in weights.items()
-        }
         parts = zip((names[0], names[1], names[3]), norms, strict=True)
-        weights |= {f"{full}.{name}.weight": norm - offset for name, norm in parts}
-        weights[f"{full}.{names[2]}.weight"] = projection
-        save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        config["num_hidden_layers"] = self.num_layers
-        for name in ("layer_types", "mlp_layer_types"):
-            if name in config:
-                config[name] = config[name][: self.num_layers]
-        (folder / "config.json").write_text(json.dumps(config))
+        of_head = {f"{full}.{name}.weight": norm - offset for name, norm in parts}
+        of_head[f"{full}.{names[2]}.weight"] = projection
+        _make_last_layer_a_head(folder, f"model.layers.{self.num_layers}.", f"{full}{names[4]}.", of_head)
         save_tokenizer(folder)
         self._projection, self._norms = projection, norms
         self._eps = model.config.rms_norm_eps

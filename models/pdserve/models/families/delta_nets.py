@@ -20,7 +20,9 @@ from pdserve.models.weights.weight_loader import WeightLoader
 class DeltaNets(ModelFamily):
     """A layer with a delta net keeps its state per sequence, and no keys."""
 
-    delta_fields: ClassVar[frozenset[str]] = DELTA_FIELDS | words("layer_types full_attention_interval")
+    delta_fields: ClassVar[frozenset[str]] = DELTA_FIELDS | words(
+        "layer_types full_attention_interval mtp_num_hidden_layers mtp_use_dedicated_embeddings"
+    )
     default_head_dim = 256
     default_rotary_factor = 0.25
     rotates_part = True
