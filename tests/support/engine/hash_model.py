@@ -278,11 +278,21 @@ def _spec_of(window: int | None, group: int) -> AttentionSpec:
     return replace(_SPEC, window=None if window == HEAD else window, kv_cache_group=group)
 
 
+class HashHead:
+    """What a `HeadDrafter` asks of a model's head: entries take the model's last hidden states."""
+
+    tapped_layers = ()
+
+    def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        return hidden
+
+
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
     hidden_size = 1
     classifier = None
+    draft_head = HashHead()
     dtype = torch.int64
     attention_specs: Sequence[Sequence[LayerSpec]] = ((_SPEC,),)
 
@@ -361,3 +371,6 @@ class HashModel:
         hashes = hidden.squeeze(-1).numpy()
         assert (hashes >= 0).all(), "sampled from a padded row"
         return torch.from_numpy(_logits(hashes))
+
+    def compute_draft_logits(self, hidden: Tensor) -> Tensor:
+        return self.compute_logits(hidden)
