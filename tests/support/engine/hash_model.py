@@ -259,14 +259,16 @@ class HashPlan:
         return torch.from_numpy(found).unsqueeze(-1)
 
 
-def make_backends(kv_cache: Tensor, window: Window) -> list[LayerBackend]:
+def make_backends(kv_caches: Sequence[Tensor], window: Window) -> list[LayerBackend]:
     """One per KV cache group."""
+    return [_backend(kv_cache, of_group) for kv_cache, of_group in zip(kv_caches, windows_of(window), strict=True)]
+
+
+def _backend(kv_cache: Tensor, window: int | None) -> LayerBackend:
+    if window != STATE:
+        return HashAttention(kv_cache)
     num_blocks, block_size = kv_cache.shape
-    states = kv_cache.view(num_blocks, 1, 1, 1, 1, block_size)
-    return [
-        StateBackend(states, block_size) if of_group == STATE else HashAttention(kv_cache)
-        for of_group in windows_of(window)
-    ]
+    return StateBackend(kv_cache.view(num_blocks, 1, 1, 1, 1, block_size), block_size)
 
 
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
