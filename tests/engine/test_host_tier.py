@@ -141,9 +141,9 @@ def test_a_tier_with_one_slot_for_states_keeps_the_last(make_engine: MakeEngine)
 def test_slots_of_one_shape_are_given_up_for_blocks_of_that_shape(shape: int) -> None:
     tier = HostTier(2, 1)
     other = 1 - shape
+    tier.keep(b"other", other, 9)
     for number in range(4):
         tier.keep(bytes([number]), shape, number)
-    tier.keep(b"other", other, 9)
     assert [tier.num_used[shape], tier.num_used[other]] == [tier.num_slots[shape], 1]
     assert b"other" in tier
     kept = [number for number in range(4) if bytes([number]) in tier]
