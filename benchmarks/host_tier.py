@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace, folder: Path, length: int) -> None:
             beside.append(steps_beside(asker, 1, length, args.beside))
             displace(asker)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-    num_bytes = (length - 1) // 16 * loaded.layout.shapes[0].block_bytes
+    num_bytes = (length - 1) // 16 * loaded.layout.place_bytes
     during, usual, load_ms = (statistics.median(column) for column in zip(*beside[1:], strict=True))
     print(
         f"{length:6} | {num_bytes / 2**20:7.1f} | {medians['loaded']:8.2f} | {medians['computed']:8.2f} | "

@@ -76,7 +76,7 @@ def test_a_prompt_waits_for_a_step_that_holds_it(make_bart: Callable[..., Harnes
 def test_blocks_of_a_prompt_come_from_the_tier_whole(
     make_bart: Callable[..., Harness], bart: tuple[Path, GreedyAnswers]
 ) -> None:
-    engine = make_bart(num_blocks=26, num_host_blocks=64)
+    engine = make_bart(num_blocks=26, num_host_blocks=(64,))
     prompts = [prompt_of(60, seed) for seed in range(5)]
     for prompt in [*prompts, *prompts]:
         assert engine.ask(prompt, params={"max_tokens": 9}).token_ids == bart[1].answer(prompt, 9)

@@ -103,7 +103,7 @@ def test_i2_i4_random_deaths_with_images(make_engine: MakeEngine, seed: int) -> 
         "max_model_len": 80, "encoder": encoder(draw.choice([12, cache]), cache), "async_scheduling": bool(seed % 2),
     }  # fmt: skip
     if seed % 3 == 0:
-        common["num_host_blocks"] = draw.choice([4, 40])
+        common["num_host_blocks"] = (draw.choice([4, 40]),)
     of_p = {"max_num_batched_tokens": draw.choice([5, 16]), "num_blocks": draw.choice([24, 40])}
     of_d = {"max_num_batched_tokens": draw.choice([5, 64]), "num_blocks": draw.choice([26, 40])}
     pair = DyingPair(
@@ -175,7 +175,7 @@ def test_i2_i4_random_deaths_of_a_model_with_an_encoder(
     make_bart: Callable[..., Harness], bart: tuple[Path, GreedyAnswers], seed: int
 ) -> None:
     draw = random.Random(seed)
-    fields: dict[str, Any] = {"num_host_blocks": 40} if seed % 3 == 0 else {}
+    fields: dict[str, Any] = {"num_host_blocks": (40,)} if seed % 3 == 0 else {}
     pair = DyingPair(make_bart, lambda: make_bart(num_blocks=draw.choice([26, 40]), **fields), seed)
     asked = texts(6)
     for name, prompt in asked.items():
@@ -234,7 +234,7 @@ def test_i2_i4_random_deaths_with_sound(
     make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts], seed: int
 ) -> None:
     draw = random.Random(seed)
-    tier: dict[str, Any] = {"num_host_blocks": draw.choice([8, 40])} if seed % 3 == 0 else {}
+    tier: dict[str, Any] = {"num_host_blocks": (draw.choice([8, 40]),)} if seed % 3 == 0 else {}
     asked = sounds(7, *whisper, make_whisper_engine())
     pair = DyingPair(
         lambda: make_whisper_engine(num_blocks=draw.choice([20, 40]), **tier),
@@ -256,7 +256,7 @@ def test_i2_i4_random_deaths_with_sound(
 def test_blocks_of_a_sound_come_from_the_tier(
     make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts]
 ) -> None:
-    engine = make_whisper_engine(num_blocks=20, num_host_blocks=64)
+    engine = make_whisper_engine(num_blocks=20, num_host_blocks=(64,))
     asked = sounds(6, *whisper, make_whisper_engine())
     for fields, expected in [*asked.values(), *asked.values()]:
         assert engine.ask(PROMPT_IDS, params={"max_tokens": COUNT}, **fields).token_ids == expected

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import with_group_id
+from pdserve.engine.kv_cache.host_tier import HostTier, TierCorrupt
 from pdserve.engine.request import RequestStatus
+from tests.support.engine.copied_blocks import CopiedBlocks
 from tests.support.engine.engine_harness import Harness, MakeEngine
-from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
+from tests.support.engine.hash_model import HEAD, STATE, Chunk, Window, greedy_answer, prompt_of, sampled_answer
 
-TINY = {"num_blocks": 12, "num_host_blocks": 40, "max_model_len": 48, "block_size": 4}
+TINY: dict[str, Any] = {"num_blocks": 12, "num_host_blocks": (40,), "max_model_len": 48, "block_size": 4}
 """A pool of 48 tokens."""
 
 
@@ -37,8 +43,127 @@ def test_a_prompt_comes_back_from_host_memory(make_engine: MakeEngine) -> None:
     assert engine.model.num_tokens - before == 2 + 3
 
 
+@pytest.mark.parametrize(
+    ("windows", "num_loaded"),
+    [((None, STATE), (7, 1)), ((None, 5), (7, 1)), ((None, Chunk(8)), (7, 1)), ((None, 9, STATE), (7, 2, 1))],
+)
+def test_blocks_of_every_shape_come_back(
+    make_engine: MakeEngine, windows: tuple[int | None, ...], num_loaded: tuple[int, ...]
+) -> None:
+    """7 full blocks of 4 tokens of the first group, and of each other one those that the next token sees."""
+    engine = make_engine(**of_shapes(windows))
+    copied = CopiedBlocks(engine.core)
+    for length in (30, 31, 32):
+        assert engine.ask(prompt_of(length)).token_ids == greedy_answer(prompt_of(length), 4, windows)
+    assert set(copied.loaded) == {0}
+    before = engine.model.num_tokens
+    answer = engine.ask(prompt_of(30))
+    assert answer.token_ids == greedy_answer(prompt_of(30), 4, windows)
+    assert (copied.loaded, answer.num_cached_tokens) == (num_loaded, 28)
+    assert engine.model.num_tokens - before == 2 + 3
+    tier = engine.scheduler.pool.tier
+    assert tier is not None
+    assert sum(copied.stored) == tier.num_stored
+    assert all(0 < used <= total for used, total in zip(tier.num_used, tier.num_slots, strict=True))
+
+
+def of_shapes(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """An engine whose groups have a shape each, and small pools for all but the first."""
+    shapes = tuple(range(len(windows)))
+    few: dict[int | None, int] = {STATE: 3, HEAD: 12}
+    others = tuple(few.get(window, 8) for window in windows[1:])
+    slots = (40,) * len(shapes)
+    return TINY | {
+        "sliding_window": windows, "shapes": shapes, "num_other_blocks": others, "num_host_blocks": slots,
+        "max_num_batched_tokens": 8,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("windows", "lost", "num_cached"),
+    [
+        ((None, STATE), [], 28),
+        ((None, STATE), [(1, 6)], 24),
+        ((None, STATE), [(1, 6), (1, 5)], 16),
+        ((None, STATE), [(0, 6)], 24),
+        ((None, STATE), [(0, 3)], 8),
+        ((None, STATE), [(0, 0)], 0),
+        ((None, 5), [(1, 6)], 24),
+        ((None, 5), [(1, 5)], 28),
+        ((None, 5), [(0, 5)], 20),
+        ((None, 9, STATE), [(1, 6), (2, 5)], 16),
+        ((None, 9, STATE), [(2, 6), (1, 5), (1, 4)], 16),
+        ((None, HEAD), [(1, 4)], 16),
+    ],
+)
+def test_a_hit_ends_where_each_group_has_its_blocks(
+    make_engine: MakeEngine, windows: tuple[int | None, ...], lost: list[tuple[int, int]], num_cached: int
+) -> None:
+    """Steps end after 8, 16, 24 and 28 tokens, so there are states there. lost: (group, place)."""
+    model: Window = windows[:-1] if windows[-1] == HEAD else windows
+    engine = make_engine(**of_shapes(windows))
+    for length in (30, 31, 32, 33):
+        engine.ask(prompt_of(length))
+    hashes = engine.hasher.extend(engine.root, prompt_of(30))
+    for group, place in lost:
+        lose(engine, with_group_id(hashes[place], group))
+    answer = engine.ask(prompt_of(30))
+    assert answer.token_ids == greedy_answer(prompt_of(30), 4, model)
+    assert answer.num_cached_tokens == num_cached
+    if num_cached:
+        assert num_loaded(engine) > 0
+
+
+def lose(engine: Harness, name: bytes) -> None:
+    """Make the tier forget a block, which the pool does not have."""
+    pool, tier = engine.scheduler.pool, engine.scheduler.pool.tier
+    assert tier is not None
+    assert pool.find(name) is None
+    shape, row = tier._slots.pop(name)
+    del tier._names[shape][name]
+    tier._free[shape].append((shape, row))
+
+
+def test_a_tier_with_one_slot_for_states_keeps_the_last(make_engine: MakeEngine) -> None:
+    """What it keeps of the other shape is of no use without a state."""
+    windows = (None, STATE)
+    engine = make_engine(**of_shapes(windows) | {"num_host_blocks": (40, 1)})
+    copied = CopiedBlocks(engine.core)
+    for length in (30, 31, 30, 31, 30, 31, 32, 30):
+        assert engine.ask(prompt_of(length)).token_ids == greedy_answer(prompt_of(length), 4, windows)
+    tier = engine.scheduler.pool.tier
+    assert tier is not None
+    assert tier.num_used[1] == 1
+    assert copied.stored[1] > 1
+
+
+@pytest.mark.parametrize("shape", [0, 1])
+def test_slots_of_one_shape_are_given_up_for_blocks_of_that_shape(shape: int) -> None:
+    tier = HostTier(2, 1)
+    other = 1 - shape
+    tier.keep(b"other", other, 9)
+    for number in range(4):
+        tier.keep(bytes([number]), shape, number)
+    assert [tier.num_used[shape], tier.num_used[other]] == [tier.num_slots[shape], 1]
+    assert b"other" in tier
+    kept = [number for number in range(4) if bytes([number]) in tier]
+    assert kept == list(range(4 - tier.num_slots[shape], 4))
+    stores = tier.take_stores()
+    assert sorted(row for row, _ in stores[shape]) == kept
+    assert stores[other] == [(9, 0)]
+    [slot] = tier.pin([b"other"])
+    assert slot == (other, 0)
+    with pytest.raises(TierCorrupt, match="are pinned, loads read"):
+        tier.check(Counter())
+    tier.unpin([slot])
+    tier.check(Counter())
+    tier._free[shape].append((shape, 0))
+    with pytest.raises(TierCorrupt, match=f"slots of shape {shape} are in use"):
+        tier.check(Counter())
+
+
 def test_every_text_is_that_of_an_engine_without_a_tier(make_engine: MakeEngine) -> None:
-    with_tier, without = make_engine(**TINY), make_engine(**TINY | {"num_host_blocks": 0})
+    with_tier, without = make_engine(**TINY), make_engine(**TINY | {"num_host_blocks": ()})
     for engine in (with_tier, without):
         for _ in range(3):
             for length in (9, 17, 25, 33):
@@ -68,7 +193,7 @@ def test_steps_of_others_do_not_wait_for_a_load(make_engine: MakeEngine) -> None
 
 
 def test_i13_an_abort_keeps_blocks_and_slots_until_the_load_has_ended(make_engine: MakeEngine) -> None:
-    engine = make_engine(**TINY | {"num_host_blocks": 9})
+    engine = make_engine(**TINY | {"num_host_blocks": (9,)})
     fill(engine, 30, 31)
     held = engine.hold_loads()
     engine.add(prompt_of(30), "a")
@@ -154,7 +279,7 @@ def test_a_turn_that_ends_while_its_blocks_are_loaded_loses_them(make_engine: Ma
 
 
 def test_a_tier_smaller_than_a_sequence_keeps_its_beginning(make_engine: MakeEngine) -> None:
-    engine = make_engine(**TINY | {"num_host_blocks": 3})
+    engine = make_engine(**TINY | {"num_host_blocks": (3,)})
     fill(engine, 40, 43)
     before = engine.model.num_tokens
     fill(engine, 40)
@@ -163,7 +288,7 @@ def test_a_tier_smaller_than_a_sequence_keeps_its_beginning(make_engine: MakeEng
 
 
 def test_a_tier_of_one_slot(make_engine: MakeEngine) -> None:
-    engine = make_engine(**TINY | {"num_host_blocks": 1})
+    engine = make_engine(**TINY | {"num_host_blocks": (1,)})
     fill(engine, 40, 41, 40, 41, 30, 31)
     assert num_loaded(engine) > 0
 
@@ -197,8 +322,8 @@ def test_forget_cached_forgets_the_tier(make_engine: MakeEngine) -> None:
 
 
 def test_a_tier_needs_the_prefix_cache() -> None:
-    with pytest.raises(ValueError, match="num_host_blocks is 8, which needs enable_prefix_caching"):
-        EngineConfig(num_host_blocks=8, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match=r"num_host_blocks is \(8,\), which needs enable_prefix_caching"):
+        EngineConfig(num_host_blocks=(8,), enable_prefix_caching=False)
 
 
 def test_sequences_with_one_prefix_load_it_once(make_engine: MakeEngine) -> None:
@@ -213,7 +338,7 @@ def test_sequences_with_one_prefix_load_it_once(make_engine: MakeEngine) -> None
 
 
 def test_hashes_are_known_while_pool_or_tier_has_them(make_engine: MakeEngine) -> None:
-    engine = make_engine(**TINY | {"num_host_blocks": 6})
+    engine = make_engine(**TINY | {"num_host_blocks": (6,)})
     known: set[bytes] = set()
     for length in (30, 31, 32, 30, 17, 31):
         engine.add(prompt_of(length))

@@ -36,7 +36,7 @@ def test_i1_two_ranks_give_the_tokens_of_transformers(family: str, tmp_path: Pat
     )
     # chunks end within images, and few blocks preempt
     config = EngineConfig(
-        block_size=4, num_blocks=40, max_model_len=128, max_num_batched_tokens=24, encoder=encoder, num_host_blocks=8
+        block_size=4, num_blocks=40, max_model_len=128, max_num_batched_tokens=24, encoder=encoder, num_host_blocks=(8,)
     )
     ranks = RankThreads(folder, config, 2)
     engine = Harness(config, ranks.decoder, ranks.kv_cache, ranks.decoder.config.vocab_size, ranks=ranks)

@@ -355,7 +355,7 @@ def test_wanted_sources_with_states_do_not_wait_for_each_other(
 
 def test_blocks_that_a_token_sees_come_back_from_host_memory(make_engine: MakeEngine) -> None:
     fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8, "num_blocks": 30, "max_model_len": 70}
-    engine = make_engine(**fields, num_host_blocks=200)
+    engine = make_engine(**fields, num_host_blocks=(200,))
     for length in (60, 61, 62, 60):
         before = engine.model.num_tokens
         answer = engine.ask(prompt_of(length))
@@ -386,7 +386,17 @@ def first_needed(window: int | None, end: int) -> int:
 
 @pytest.mark.parametrize(
     "windows",
-    [(None, 6), (9, 4), (None, 20, 5), (None, None), (None, Chunk(6)), (Chunk(20), Chunk(8)), (None, Chunk(20), 5)],
+    [
+        (None, 6),
+        (9, 4),
+        (None, 20, 5),
+        (None, None),
+        (None, Chunk(6)),
+        (Chunk(20), Chunk(8)),
+        (None, Chunk(20), 5),
+        (None, STATE),
+        (None, 9, STATE),
+    ],
 )
 def test_i3_hits_of_pool_and_tier_together_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) -> None:
     draw = random.Random(7)

@@ -126,7 +126,7 @@ def live(seed: int) -> Life:
         max_num_batched_tokens=draw.choice([3, 7, 16, 64]), max_num_seqs=draw.choice([2, 4, 16]),
         max_overtakes=draw.choice([1, 3, 64]), look_ahead=draw.choice([0, 1, 8]), async_scheduling=seed % 2 == 1,
         speculative_config=speculation(1 + seed % 4) if seed % 4 in (1, 2) else None,
-        num_host_blocks=(0, 0, 60, 9)[seed % 4],
+        num_host_blocks=((), (), (60,), (9,))[seed % 4],
     )  # fmt: skip
     model = ShiftedModel()
     engine = Harness(config, model, make_hash_cache(config.num_blocks, 4), VOCAB_SIZE, lora=model)

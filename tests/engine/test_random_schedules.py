@@ -7,14 +7,15 @@ parts, preemption because everything is too small, in odd seeds steps that are l
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
 Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
-KV cache groups, with windows, chunks or a state per sequence, or one of states; those with states have tiers only if states are
-their only group. Others have a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
+KV cache groups, with windows, chunks or a state per sequence, or one of states, with blocks of one shape or of several. Others have
+a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,10 +74,10 @@ class Session:
 class Life:
     """Requests to a pair of engines, and their expected results."""
 
-    def __init__(self, make_engine: MakeEngine, seed: int, window: Window = None) -> None:
-        self.window = window
+    def __init__(self, make_engine: MakeEngine, seed: int, window: Window = None, shapes: Sequence[int] = ()) -> None:
+        """shapes: of the blocks of each KV cache group; empty: one."""
+        self.window, self.shapes = window, shapes
         self.has_groups = isinstance(window, tuple)
-        has_state = STATE in windows_of(window)
         self.has_head = HEAD in windows_of(window)
         self.draw = draw = random.Random(seed)
         common = {
@@ -92,9 +93,11 @@ class Life:
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
-        self.has_tiers = seed % 4 > 0 and (not has_state or window == (STATE,))
+        self.has_tiers = seed % 4 > 0
         self.tier_draw = random.Random(seed)
         self.num_loads = 0
+        self.num_loaded = Counter[int]()
+        """Shape -> blocks loaded from the tiers."""
         self.num_form_drafts = 0
         """Drafts that a grammar allowed."""
         self.texts: list[list[int]] = []
@@ -143,18 +146,24 @@ class Life:
 
     def _engine(self, make_engine: MakeEngine, **fields: Any) -> Harness:
         budget, places = self.draw.choice([3, 7, 16, 64]), self.draw.choice([2, 4, 16])
+        window = fields["sliding_window"]
+        fields["shapes"] = shapes = self.shapes[: len(windows_of(window))]
+        num_shapes = max(shapes, default=0) + 1
         if self.has_tiers:
-            fields["num_host_blocks"] = self.tier_draw.choice([1, 5, 20, 60])
+            fields["num_host_blocks"] = tuple(self.tier_draw.choice([1, 5, 20, 60]) for _ in range(num_shapes))
         grammars = LateCompiler()
         self.compilers.append(grammars)
         fields["grammar_timeout_s"] = 3600.0  # a grammar's turn comes when the life says so, on a busy machine too
         fields |= {"max_num_batched_tokens": budget, "max_num_seqs": places}
-        window = fields["sliding_window"]
         if isinstance(window, tuple):
             step_tokens = fields["long_prefill_token_threshold"] or budget
-            specs = specs_of(window)
-            [longest] = max_sequence_blocks(specs, fields["max_model_len"], 4, step_tokens)
-            fields["num_blocks"] = max(longest, len(specs) * fields["num_blocks"] // 2)
+            specs = specs_of(window, shapes)
+            longest = max_sequence_blocks(specs, fields["max_model_len"], 4, step_tokens)
+            num_groups = Counter(spec.shape for spec in specs)
+            fields["num_blocks"], *others = (
+                max(count, num_groups[shape] * fields["num_blocks"] // 2) for shape, count in enumerate(longest)
+            )
+            fields["num_other_blocks"] = tuple(others)
         engine = make_engine(**fields, grammars=grammars, window=window if self.has_head else self.window)
         drafter = text_or_greedy_drafter(self.texts, 0.7, self.draw.randrange(2**32), self.window)
         if engine.has_draft_head:
@@ -172,6 +181,8 @@ class Life:
             if held is not None:
                 held.release([load_id for load_id in held.held if self.tier_draw.random() < 0.3])
                 self.num_loads += held.take_num_begun()
+                self.num_loaded += held.num_loaded
+                held.num_loaded.clear()
             for request in engine.scheduler.running.values():
                 self.num_form_drafts += 0 if request.grammar is None else request.grammar.num_drafts
             invariants.before()
@@ -333,7 +344,9 @@ class Life:
                 assert ends.error_code in ERRORS
 
 
-def live(make_engine: MakeEngine, seed: int, num_requests: int, window: Window = None) -> Life:
+def live(
+    make_engine: MakeEngine, seed: int, num_requests: int, window: Window = None, shapes: Sequence[int] = ()
+) -> Life:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if seed % 10:
@@ -341,11 +354,11 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int, window: Window =
                 # token may fill the pool and never run, which is likely where that token needs a block and a state
                 growth = int(STATE in windows_of(window))
                 patch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", growth)
-            life = Life(make_engine, seed, window)
+            life = Life(make_engine, seed, window, shapes)
             life.live(num_requests)
             life.check()
     except BaseException as error:
-        error.add_note(f"seed {seed}, {num_requests} requests, window {window}")
+        error.add_note(f"seed {seed}, {num_requests} requests, window {window}, shapes {shapes}")
         raise
     return life
 
@@ -424,6 +437,28 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
 )
 def test_i2_i3_i4_i6_i13_i14_lives_with_states(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
     live_with_windows(make_engine, harnesses, seeds, ((None, STATE), (STATE,), (None, 5, STATE), (9, STATE)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(first, first + 30) for first in range(11_000, 11_120, 30)])
+def test_i2_i3_i4_i6_i13_i14_lives_with_several_shapes(
+    make_engine: MakeEngine, harnesses: list[Harness], seeds: range
+) -> None:
+    """Blocks of each come back from the tiers."""
+    models: Sequence[tuple[Window, tuple[int, ...]]] = (
+        ((None, STATE), (0, 1)),
+        ((None, 5), (0, 1)),
+        ((None, 5, STATE), (0, 1, 2)),
+        ((None, Chunk(8), 7), (0, 1, 0)),
+        ((None, 9, HEAD), (0, 1, 2)),
+    )
+    num_loaded = Counter[int]()
+    for seed in seeds:
+        window, shapes = models[seed % len(models)]
+        life = live(make_engine, seed, 12, window=window, shapes=shapes)
+        num_loaded += life.num_loaded
+        harnesses.clear()
+    assert min(num_loaded[shape] for shape in range(3)) > 5, "too roomy to show anything"
 
 
 @pytest.mark.slow

@@ -172,8 +172,8 @@ def test_drafts_that_are_refused_take_nothing_back_that_is_gone(make_engine: Mak
     assert engine.answers["r"].token_ids == greedy_answer(prompt_of(30), 90, WINDOW)
 
 
-@pytest.mark.parametrize("tier", [0, 60])
-def test_a_preempted_sequence_continues(make_engine: MakeEngine, tier: int) -> None:
+@pytest.mark.parametrize("tier", [(), (60,)])
+def test_a_preempted_sequence_continues(make_engine: MakeEngine, tier: tuple[int, ...]) -> None:
     engine = make_engine(
         sliding_window=25, num_blocks=14, max_num_batched_tokens=8, num_host_blocks=tier, max_model_len=56
     )

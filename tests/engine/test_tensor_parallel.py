@@ -221,7 +221,7 @@ def test_i1_ranks_load_their_parts_of_blocks_from_main_memory(
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(20, 40))] for _ in range(6)]
     one = make_real_engine(folder, num_blocks=200, **given)
     expected = [one.ask(prompt, params={"max_tokens": 8}).token_ids for prompt in prompts]
-    two = make_ranked(folder, num_blocks=24, num_host_blocks=100, async_scheduling=ahead, **given)
+    two = make_ranked(folder, num_blocks=24, num_host_blocks=(100,), async_scheduling=ahead, **given)
     asked: dict[str, list[int]] = {}
     for _ in range(40):
         place = draw.randrange(len(prompts))

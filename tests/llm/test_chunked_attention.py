@@ -11,7 +11,7 @@ from pdserve.llm import LLM
 from tests.support.engine.llm_requests import core_of, greedy
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import make_chunked_model
-from tests.support.models.offline_texts import check_forks, check_greedy_texts
+from tests.support.models.offline_texts import check_forks, check_greedy_texts, check_texts_from_host_memory
 from tests.support.models.oracle import Oracle
 
 
@@ -57,6 +57,10 @@ def oracle(folder: Path) -> Oracle:
 )
 def test_greedy_texts(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
     check_greedy_texts(folder, oracle, options)
+
+
+def test_chunks_come_back_from_host_memory(folder: Path, oracle: Oracle) -> None:
+    check_texts_from_host_memory(folder, oracle, {"num_blocks": 8, "kv_host_mib": 4}, num_shapes=1)
 
 
 def test_forks(folder: Path, oracle: Oracle) -> None:

@@ -19,6 +19,7 @@ from pdserve.llm import LLM, LoRARequest, RequestOutput, SamplingParams, Streami
 from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.model_impl import read_model_config
 from tests.llm.test_streaming_sessions import answers_of, expected_of, inputs_of
+from tests.support.engine.copied_blocks import CopiedBlocks
 from tests.support.engine.llm_requests import core_of, greedy
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.draft_heads import DraftHeadModel, add_mtp_head
@@ -97,6 +98,28 @@ def test_preemption_and_the_setting_that_keeps_all_blocks(make_llm: Callable[...
         assert [said(answer) for answer in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
         assert num_accepted(llm) > 0
         assert (core_of(llm).scheduler.num_preemptions > 0) == ("num_blocks" in fields)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_entries_of_the_head_come_back_from_host_memory(make_llm: Callable[..., LLM], num_ranks: int) -> None:
+    """So what the head drafts the second time is what it drafted the first time."""
+    prompts = [prompt_of(65 + 3 * seed, seed) for seed in range(5)]
+    params = greedy(max_tokens=20, ignore_eos=True)
+    expected = [said(answer) for answer in make_llm(**FIELDS).generate(prompts, params, use_tqdm=False)]
+    llm = make_llm(**FIELDS, **head(), num_blocks=42, kv_host_mib=4, tensor_parallel_size=num_ranks)
+    copied = CopiedBlocks(core_of(llm))
+    accepted = list[int]()
+    for _ in range(3):
+        before = num_accepted(llm)
+        answers = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        assert [said(answer) for answer in answers] == expected
+        accepted.append(num_accepted(llm) - before)
+    assert answers[-1].num_cached_tokens == 76
+    assert accepted[0] > 0
+    assert accepted == accepted[:1] * 3
+    assert len(copied.loaded) == 2
+    assert min(copied.loaded) > 0, f"loaded by shape: {copied.loaded}"
+    core_of(llm).scheduler.check(idle=True)
 
 
 async def test_turns_of_a_session(running: Callable[..., Any], make_llm: Callable[..., LLM]) -> None:
@@ -182,12 +205,8 @@ def _drop(file: Path, part: str) -> list[str]:
             {**head(), "model_impl": "transformers"},
             "speculative_config.method is 'mtp', and .* is computed by transformers",
         ),
-        (
-            {**head(), "kv_host_mib": 4},
-            "kv_host_mib is 4, and the model's KV cache has blocks of 2 shapes, which the host-memory tier does not keep",
-        ),
     ],
-    ids=["a model", "longest lookup", "shortest lookup", "transformers", "tier"],
+    ids=["a model", "longest lookup", "shortest lookup", "transformers"],
 )
 def test_what_does_not_go_with_the_head_is_refused_by_name(folder: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnsupportedModel), match=message):

@@ -10,12 +10,12 @@ import pytest
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
-from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
+from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_cache_groups
 from pdserve.engine.sequence_blocks import num_window_blocks
 from pdserve.llm import LLM
 from pdserve.models.model_impl import read_model_config
 from tests.support.models.family_checkpoints import make_gemma4_model, make_mixed_model
-from tests.support.models.offline_texts import check_forks, check_greedy_texts
+from tests.support.models.offline_texts import check_forks, check_greedy_texts, check_texts_from_host_memory
 from tests.support.models.oracle import Oracle
 
 
@@ -114,6 +114,46 @@ def test_groups_with_a_window_get_no_more_memory_than_their_windows_need(folder:
     assert windowed == 2 * 2 * num_window_blocks(19, 16, 32)
 
 
-def test_the_host_memory_tier_is_refused_by_name(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_host_mib is 4, and the model's KV cache has blocks of 2 shapes"):
-        LLM(str(folder), num_blocks=16, kv_host_mib=4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 8, "kv_host_mib": 4},
+        pytest.param({"num_blocks": 8, "kv_host_mib": 4, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["one process", "ranks"],
+)
+def test_blocks_of_both_shapes_come_back_from_host_memory(
+    folder: Path, oracle: Oracle, options: dict[str, Any]
+) -> None:
+    check_texts_from_host_memory(folder, oracle, options, num_shapes=2)
+
+
+def test_blocks_of_layers_that_share_keys_come_back_from_host_memory(gemma4: Path) -> None:
+    check_texts_from_host_memory(gemma4, Oracle(gemma4), {"num_blocks": 8, "kv_host_mib": 4}, num_shapes=2)
+
+
+@pytest.mark.parametrize("size", [{"kv_cache_mib": 4}, {"num_blocks": 40}], ids=["memory", "blocks"])
+def test_the_host_memory_tier_is_divided_as_the_pool_is(folder: Path, size: dict[str, Any]) -> None:
+    settings = DecodeSettings(
+        model=str(folder), dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, kv_host_mib=16, **size
+    )
+    config = with_kv_cache_groups(read_model_config(folder, "float32", "auto"), settings)
+    layout = config.kv_layout(16, "")
+    num_blocks, _ = pool_size(settings, config.kv_cache_groups(16, ""), config)
+    slots = host_slots(settings, layout, num_blocks)
+    # what is left is less than a block of each shape
+    assert (16 << 20) - layout.pool_bytes([1, 1]) < layout.pool_bytes(slots) <= 16 << 20
+    times = (16 << 20) / layout.pool_bytes(num_blocks)
+    for count, of_pool in zip(slots, num_blocks, strict=True):
+        assert count == pytest.approx(times * of_pool, abs=3)
+    assert memory_needs(folder, settings).host_tier == layout.pool_bytes(slots)
+
+
+def test_a_tier_without_room_for_a_block_of_each_shape_is_refused_by_name(folder: Path) -> None:
+    """A token takes 384 bytes in one shape and 768 in the other, so a block of 1,024 tokens of either fits by itself."""
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 1024, "num_blocks": 4}
+    with pytest.raises(ConfigError, match=f"kv_host_mib is 1, and one block of each shape takes {1024 * 1152} bytes"):
+        LLM(str(folder), kv_host_mib=1, **options)
+    with pytest.raises(ConfigError, match="kv_host_mib is 1, and one block of each shape"):
+        memory_needs(folder, DecodeSettings(kv_host_mib=1, **options))
+    assert memory_needs(folder, DecodeSettings(kv_host_mib=2, **options)).host_tier == 1024 * 1152

@@ -15,7 +15,13 @@ from pdserve.models.model_impl import read_model_config
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.support.models.family_checkpoints import make_family, make_state_model
-from tests.support.models.offline_texts import GREEDY, SHARED, check_forks, check_greedy_texts
+from tests.support.models.offline_texts import (
+    GREEDY,
+    SHARED,
+    check_forks,
+    check_greedy_texts,
+    check_texts_from_host_memory,
+)
 from tests.support.models.oracle import Oracle
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -104,6 +110,25 @@ def test_greedy_texts_of_other_states(other: tuple[Path, Oracle], options: dict[
 def test_greedy_texts_of_states_alone(alone: tuple[Path, Oracle], options: dict[str, Any]) -> None:
     folder, oracle = alone
     check_greedy_texts(folder, oracle, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 8, "kv_host_mib": 4},
+        {"num_blocks": 8, "kv_host_mib": 4, "speculative_config": NGRAM},
+        pytest.param({"num_blocks": 8, "kv_host_mib": 4, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["alone", "drafts", "ranks"],
+)
+def test_states_come_back_from_host_memory(folder: Path, oracle: Oracle, options: dict[str, Any]) -> None:
+    check_texts_from_host_memory(folder, oracle, options, num_shapes=2)
+
+
+def test_other_states_come_back_from_host_memory(other: tuple[Path, Oracle]) -> None:
+    folder, oracle = other
+    num_shapes = 1 if "mamba" in folder.name else 2
+    check_texts_from_host_memory(folder, oracle, {"num_blocks": 8, "kv_host_mib": 4}, num_shapes)
 
 
 def test_forks(folder: Path, oracle: Oracle) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ RECEIVED = ReceivedBlocks(connector_name="local", num_blocks=3, num_landed=2, gi
 STATS = SchedulerStats(
     num_blocks_total=15, num_blocks_free=4, num_blocks_cached=5, num_blocks_in_use=6, num_blocks_quarantined=2,
     num_preemptions=9, prefix_cache_queries=64, external_prefix_cache_hits=48,
-    num_host_blocks_used=3,
+    num_host_blocks_used=(3,),
     prefix_cache_hits=32,
 )  # fmt: skip
 ENGINE = SimpleNamespace(stats=STATS, step_totals=StepTotals(), tick=12, tick_age_s=0.25, draining=False)
@@ -196,11 +197,28 @@ def closed_records() -> list[CallStats]:
     return [good, computed, bad]
 
 
-def test_metrics_count_what_the_records_say() -> None:
+def make_metrics(
+    stats: SchedulerStats = STATS, identity: SimpleNamespace = IDENTITY
+) -> tuple[WorkerMetrics, CollectorRegistry]:
     registry = CollectorRegistry()
     transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1, num_ended={("source", "expired"): 2})
-    engine = SimpleNamespace(**vars(ENGINE), transfer_counts=transfers, known_adapters={"sql": "1" * 32})
-    metrics = WorkerMetrics(registry, IDENTITY, engine)  # type: ignore[arg-type]
+    fields = {**vars(ENGINE), "stats": stats, "transfer_counts": transfers, "known_adapters": {"sql": "1" * 32}}
+    return WorkerMetrics(registry, identity, SimpleNamespace(**fields)), registry  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("used", [(), (0, 0), (3, 2)])
+def test_bytes_in_host_memory_are_those_of_every_shape(used: tuple[int, ...]) -> None:
+    [shape] = LAYOUT.shapes
+    other = msgspec.structs.replace(shape, num_layers=5)
+    layout = msgspec.structs.replace(LAYOUT, shapes=(shape, other), group_shapes=(0, 1), group_windows=(0, 2))
+    stats = msgspec.structs.replace(STATS, num_host_blocks_used=used)
+    _, registry = make_metrics(stats, SimpleNamespace(**{**vars(IDENTITY), "layout": layout}))
+    expected = sum(map(mul, used, (shape.block_bytes, other.block_bytes)))
+    assert registry.get_sample_value("pdserve_kv_host_bytes") == expected
+
+
+def test_metrics_count_what_the_records_say() -> None:
+    metrics, registry = make_metrics()
     for record in closed_records():
         metrics.call(record)
 

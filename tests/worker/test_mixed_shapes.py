@@ -17,6 +17,7 @@ from pdserve.engine.executor.tensor_parallel_executor import TensorParallelExecu
 from pdserve.engine.ranks import rank_processes
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.models.kv_cache import STATE_WINDOW
+from tests.support.engine.copied_blocks import CopiedBlocks
 from tests.support.engine.drafters import drafter_of
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
@@ -91,6 +92,25 @@ async def test_i1_texts_over_each_connector(model: Model, connector: str) -> Non
             answer = await ask(pair, prompt_of(length))
             model.oracle.check(prompt_of(length), answer.token_ids)
             assert answer.num_landed == model.num_sent(length)
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+async def test_i1_i14_a_source_has_blocks_of_every_shape_from_host_memory(model: Model) -> None:
+    """Its pool keeps one or two of the prompts; decode keeps none, and receives each again."""
+    lengths = (200, 203, 206, 209)
+    of_p, of_d = {"num_blocks": 16, "kv_host_mib": 4}, {"num_blocks": 16}
+    async with running_pair(model.folder, **FIELDS | {"prefill": of_p, "decode": of_d}) as pair:
+        copied = CopiedBlocks(door_of(pair.p).core)
+        before = 0
+        for length in lengths * 3:
+            num_loaded = sum(copied.loaded)
+            answer = await ask(pair, prompt_of(length, length))
+            model.oracle.check(prompt_of(length, length), answer.token_ids)
+            if sum(copied.loaded) > num_loaded:
+                before += answer.num_landed
+        assert min(copied.loaded) > 0, f"loaded by shape: {copied.loaded}"
+        assert before > 0, "no loaded block was sent"
         for worker in (pair.p, pair.d):
             await check_at_rest(worker)
 

@@ -9,7 +9,7 @@ from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.speculative_config import SpeculativeConfig
-from pdserve.engine.sequence_blocks import max_sequence_blocks
+from pdserve.engine.sequence_blocks import BlockCounts, max_sequence_blocks
 from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec
 
 
@@ -56,8 +56,8 @@ class EngineConfig:
     kv_cache_specs: tuple[KVCacheSpec, ...] = (FullAttentionSpec(),)
     """The type of each KV cache group."""
     enable_prefix_caching: bool = True
-    num_host_blocks: int = 0
-    """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""
+    num_host_blocks: BlockCounts = ()
+    """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses, by shape; empty: there is none."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: only by order of arrival."""
     long_prefill_token_threshold: int = 0

@@ -22,6 +22,7 @@ from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.kernels.layer_plans import LayerBackend
+from pdserve.models.kv_cache import pools_of
 
 
 def make_engine_core(
@@ -46,8 +47,8 @@ def make_engine_core(
     without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
     `config.attention_backend`. lora: None without adapters. ranks: the other ranks that share the model; None without any.
-    host_caches: the host-memory tier's slots, as `make_host_caches` makes them; default: made here, if `config.num_host_blocks` is
-    not 0. draft_model: that of `config.speculative_config`, if it names one. token_texts: of the vocabulary; without them
+    host_caches: the host-memory tier's slots, as `make_host_caches` makes them; default: made here, if `config.num_host_blocks` has
+    some. draft_model: that of `config.speculative_config`, if it names one. token_texts: of the vocabulary; without them
     `bad_words` has no effect, and only `bad_words_token_ids` has.
     Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
@@ -59,7 +60,8 @@ def make_engine_core(
     )  # fmt: skip
     host_blocks = None
     if config.num_host_blocks:
-        host_blocks = HostBlocks(kv_caches, host_caches or make_host_caches(kv_caches[:1], config.num_host_blocks))
+        slots = host_caches or make_host_caches(pools_of(kv_caches), config.num_host_blocks)
+        host_blocks = HostBlocks(kv_caches, slots)
     executor: Executor = SingleDeviceExecutor(runner, host_blocks)
     if ranks is not None:
         executor = TensorParallelExecutor(runner, ranks, host_blocks)

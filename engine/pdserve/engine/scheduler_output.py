@@ -83,7 +83,7 @@ class SchedulerOutput(msgspec.Struct):
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
     block_copies: list[list[tuple[int, int]]] = []
-    """(from, to) block ids, per KV cache group: copied before the step computes, for sequences that begin within a block;
+    """(from, to) rows of the pool, by shape of blocks: copied before the step computes, for sequences that begin within a block;
     empty when there are none."""
     scheduled_encoder_inputs: list[MultiModalFeatureSpec] = []
     """Images to encode before the step computes; the output is kept by its identifier."""
@@ -91,11 +91,11 @@ class SchedulerOutput(msgspec.Struct):
     """Identifiers of outputs to drop before that."""
     lora_loads: list[LoraLoad] = []
     kv_stores: list[list[tuple[int, int]]] = []
-    """(block id, slot of the host-memory tier), per KV cache group: copied before anything else of the step, and before `kv_loads`;
-    empty when there are none."""
+    """(row of the pool, slot of the host-memory tier), by shape of blocks: copied before anything else of the step, and before
+    `kv_loads`; empty when there are none."""
     kv_loads: dict[int, list[list[tuple[int, int]]]] = {}
-    """Load id -> per KV cache group, (slot, block id): copied during this step and later ones. No step touches these blocks before
-    the executor has reported the id."""
+    """Load id -> by shape of blocks, (slot, row of the pool): copied during this step and later ones. No step touches these blocks
+    before the executor has reported the id."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import gt
 
 from pdserve.models.kv_cache import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, StateSpec
 
 BlockCounts = tuple[int, ...]
 """Numbers of blocks, by shape."""
+RowPairs = list[list[tuple[int, int]]]
+"""By shape of blocks, (from, to) rows of two tensors between which blocks are copied."""
+
+
+def pairs_by_shape(num_shapes: int, copies: Iterable[tuple[int, int, int]]) -> RowPairs:
+    """copies: (shape, from row, to row) of each block."""
+    by_shape: RowPairs = [[] for _ in range(num_shapes)]
+    for shape, source, target in copies:
+        by_shape[shape].append((source, target))
+    return by_shape
 
 
 def num_window_blocks(window: int, block_size: int, step_tokens: int) -> int:

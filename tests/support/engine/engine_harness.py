@@ -58,20 +58,20 @@ from tests.support.engine.held_loads import HeldLoads
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 
 
-def specs_of(sliding_window: Window) -> tuple[KVCacheSpec, ...]:
-    """One per KV cache group."""
+def specs_of(sliding_window: Window, shapes: Sequence[int] = ()) -> tuple[KVCacheSpec, ...]:
+    """One per KV cache group. shapes: of the groups' blocks; empty: all blocks have one shape."""
     windows = windows_of(sliding_window)
-    return tuple(_spec_of(window) for window in windows)
+    return tuple(_spec_of(*group) for group in zip(windows, shapes or [0] * len(windows), strict=True))
 
 
-def _spec_of(window: int | None) -> KVCacheSpec:
+def _spec_of(window: int | None, shape: int) -> KVCacheSpec:
     if window == STATE:
-        return StateSpec()
+        return StateSpec(shape)
     if window == HEAD:
-        return DraftHeadSpec()
+        return DraftHeadSpec(shape)
     if isinstance(window, Chunk):
-        return ChunkedLocalAttentionSpec(int(window))
-    return FullAttentionSpec() if window is None else SlidingWindowSpec(window)
+        return ChunkedLocalAttentionSpec(int(window), shape)
+    return FullAttentionSpec(shape) if window is None else SlidingWindowSpec(window, shape)
 
 
 class Outbox:
@@ -159,10 +159,9 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        attention = make_backends(kv_cache, model.window) if isinstance(model, HashModel) else None
-        host_caches = make_host_caches([self.kv_cache], config.num_host_blocks) if config.num_host_blocks else None
-        self.host_cache = None if host_caches is None else host_caches[0]
-        """Slots of the host-memory tier."""
+        attention = make_backends(self.kv_caches, model.window) if isinstance(model, HashModel) else None
+        self.host_caches = make_host_caches(self.pools, config.num_host_blocks) if config.num_host_blocks else ()
+        """Slots of the host-memory tier, per shape; empty without one."""
         self.core = make_engine_core(
             config,
             model,
@@ -175,7 +174,7 @@ class Harness:
             attention,
             lora,
             ranks=ranks,
-            host_caches=host_caches,
+            host_caches=self.host_caches,
             draft_model=draft_model,
             token_texts=TEXTS if isinstance(model, HashModel) else None,
         )
@@ -291,7 +290,7 @@ class Harness:
 
     def hold_loads(self) -> HeldLoads:
         """From now on, loads from the host-memory tier end when the test releases them."""
-        held = HeldLoads(self.core.executor, self.kv_cache, self.host_cache)
+        held = HeldLoads(self.core.executor, self.pools, self.host_caches)
         self.core.executor = held
         return held
 
@@ -320,7 +319,8 @@ def harnesses() -> Iterator[list[Harness]]:
 @pytest.fixture
 def make_engine(harnesses: list[Harness]) -> MakeEngine:
     """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. sliding_window: of the
-    model and of its KV cache groups, one each. window: the model's, if the engine keeps every block."""
+    model and of its KV cache groups, one each. window: the model's, if the engine keeps every block. shapes: of the groups' blocks,
+    if there are several; `num_other_blocks` has as many blocks as `num_blocks` of each further one, if it is not given."""
 
     def make(
         processors: Any = None,
@@ -329,17 +329,22 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
         window: Window = None,
         sliding_window: Window = None,
         has_transfers: bool = True,
+        shapes: Sequence[int] = (),
         **fields: Any,
     ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
-        specs = specs_of(sliding_window)
+        fields.setdefault("num_other_blocks", (fields["num_blocks"],) * max(shapes, default=0))
+        specs = specs_of(sliding_window, shapes)
         step_tokens = fields.get("long_prefill_token_threshold") or fields["max_num_batched_tokens"]
-        longest = max_sequence_tokens(specs, (fields["num_blocks"],), fields["block_size"], step_tokens)
+        longest = max_sequence_tokens(
+            specs, (fields["num_blocks"], *fields["num_other_blocks"]), fields["block_size"], step_tokens
+        )
         fields.setdefault("max_model_len", min(256, longest))
         config = EngineConfig(**fields, kv_cache_specs=specs)
-        cache = make_hash_cache(config.num_blocks, config.block_size)
+        pools = [make_hash_cache(count, config.block_size) for count in config.num_blocks_by_shape]
+        caches = tuple(pools[spec.shape] for spec in specs)
         model = model or HashModel(window or sliding_window, config.block_size)
-        harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
+        harness = Harness(config, model, caches, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
         harnesses.append(harness)
         return harness
 

@@ -42,17 +42,17 @@ class CacheContents:
 
     def check(self, engine: Harness) -> None:
         """Every block that the prefix cache or the tier has holds what its hash says (I3, I13)."""
-        cache = engine.kv_cache.tolist()
+        pools = [pool.tolist() for pool in engine.pools]
         for block in engine.scheduler.pool.blocks:
             if block.block_hash is not None:
-                assert self._holds(block.block_hash, cache[block.block_id]), f"{block} holds something else"
+                assert self._holds(block.block_hash, pools[block.shape][block.row]), f"{block} holds something else"
         tier = engine.scheduler.pool.tier
-        if tier is None or engine.host_cache is None:
+        if tier is None:
             return
-        slots = engine.host_cache.tolist()
-        for block_hash, slot in tier._slots.items():
-            if slot not in tier._stores:
-                assert self._holds(block_hash, slots[slot]), f"slot {slot} of the tier holds something else"
+        slots = [cache.tolist() for cache in engine.host_caches]
+        for name, (shape, row) in tier._slots.items():
+            if (shape, row) not in tier._stores:
+                assert self._holds(name, slots[shape][row]), f"slot {row} of shape {shape} holds something else"
 
     def _holds(self, block_hash: bytes, content: list[int]) -> bool:
         expected = self._expected[block_hash]

@@ -259,14 +259,16 @@ class HashPlan:
         return torch.from_numpy(found).unsqueeze(-1)
 
 
-def make_backends(kv_cache: Tensor, window: Window) -> list[LayerBackend]:
+def make_backends(kv_caches: Sequence[Tensor], window: Window) -> list[LayerBackend]:
     """One per KV cache group."""
+    return [_backend(kv_cache, of_group) for kv_cache, of_group in zip(kv_caches, windows_of(window), strict=True)]
+
+
+def _backend(kv_cache: Tensor, window: int | None) -> LayerBackend:
+    if window != STATE:
+        return HashAttention(kv_cache)
     num_blocks, block_size = kv_cache.shape
-    states = kv_cache.view(num_blocks, 1, 1, 1, 1, block_size)
-    return [
-        StateBackend(states, block_size) if of_group == STATE else HashAttention(kv_cache)
-        for of_group in windows_of(window)
-    ]
+    return StateBackend(kv_cache.view(num_blocks, 1, 1, 1, 1, block_size), block_size)
 
 
 _SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
@@ -278,11 +280,21 @@ def _spec_of(window: int | None, group: int) -> AttentionSpec:
     return replace(_SPEC, window=None if window == HEAD else window, kv_cache_group=group)
 
 
+class HashHead:
+    """What a `HeadDrafter` asks of a model's head: entries take the model's last hidden states."""
+
+    tapped_layers = ()
+
+    def taken(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        return hidden
+
+
 class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
     hidden_size = 1
     classifier = None
+    draft_head = HashHead()
     dtype = torch.int64
     attention_specs: Sequence[Sequence[LayerSpec]] = ((_SPEC,),)
 
@@ -361,3 +373,6 @@ class HashModel:
         hashes = hidden.squeeze(-1).numpy()
         assert (hashes >= 0).all(), "sampled from a padded row"
         return torch.from_numpy(_logits(hashes))
+
+    def compute_draft_logits(self, hidden: Tensor) -> Tensor:
+        return self.compute_logits(hidden)

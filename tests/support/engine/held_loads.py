@@ -5,31 +5,35 @@ Until then their blocks hold rubbish, and the slots that they read must keep the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
+from pdserve.engine.sequence_blocks import RowPairs
 
 RUBBISH = 77_777_777
-Copies = list[list[tuple[int, int]]]
 
 
 class HeldLoads:
-    """Wraps an `Executor` over one pool."""
+    """Wraps an `Executor`."""
 
-    def __init__(self, executor: Executor, kv_cache: Tensor, host_cache: Tensor | None) -> None:
-        assert host_cache is not None, "no host-memory tier"
+    def __init__(self, executor: Executor, pools: Sequence[Tensor], host_caches: Sequence[Tensor]) -> None:
+        """pools, host_caches: by shape of blocks."""
+        assert host_caches, "no host-memory tier"
         self._executor = executor
-        self._kv_cache, self._host_cache = kv_cache, host_cache
-        self.held: dict[int, Copies] = {}
+        self._pools, self._host_caches = pools, host_caches
+        self.held: dict[int, RowPairs] = {}
         """Loads that have begun and not ended."""
         self._content: dict[int, list[Tensor]] = {}
         """Their slots' bytes at the beginning."""
         self._ended: list[int] = []
         self.num_begun = 0
+        self.num_loaded = Counter[int]()
+        """Shape -> blocks of loads that have begun."""
         self.holds = True
         """False: loads end at once."""
 
@@ -56,20 +60,19 @@ class HeldLoads:
             assert load_id not in self.held
             self.num_begun += 1
             self.held[load_id] = copies
-            [pairs] = copies
-            self._content[load_id] = [self._host_cache[slot].clone() for slot, _ in pairs]
-            for _, block in pairs:
-                self._kv_cache[block] = RUBBISH
+            self._content[load_id] = [self._host_caches[shape][slot].clone() for shape, slot, _ in _places(copies)]
+            for shape, _, row in _places(copies):
+                self.num_loaded[shape] += 1
+                self._pools[shape][row] = RUBBISH
         return event
 
     def release(self, load_ids: Iterable[int] | None = None) -> None:
         """End these loads; default: all."""
         for load_id in list(self.held) if load_ids is None else list(load_ids):
             copies = self.held.pop(load_id)
-            [pairs] = copies
-            for (slot, block), content in zip(pairs, self._content.pop(load_id), strict=True):
-                assert self._host_cache[slot].equal(content), f"slot {slot} was written while a load read it"
-                assert (self._kv_cache[block] == RUBBISH).all(), f"block {block} was written while a load wrote it"
+            for (shape, slot, row), content in zip(_places(copies), self._content.pop(load_id), strict=True):
+                assert self._host_caches[shape][slot].equal(content), f"slot {slot} was written while a load read it"
+                assert (self._pools[shape][row] == RUBBISH).all(), f"row {row} was written while a load wrote it"
             self._executor.copy_blocks(SchedulerOutput(kv_loads={load_id: copies}))
             self._ended += self._executor.finished_loads(60)
 
@@ -89,3 +92,8 @@ class HeldLoads:
 
     def close(self) -> None:
         self._executor.close()
+
+
+def _places(copies: RowPairs) -> list[tuple[int, int, int]]:
+    """(shape, slot, row) of each block."""
+    return [(shape, slot, row) for shape, pairs in enumerate(copies) for slot, row in pairs]

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.llm import LLM, SamplingParams
+from tests.support.engine.copied_blocks import CopiedBlocks
+from tests.support.engine.llm_requests import core_of
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.oracle import Oracle
 
@@ -37,3 +39,19 @@ def check_forks(folder: Path, oracle: Oracle) -> None:
         assert output.logprobs is not None
         for place, (token, found) in enumerate(zip(text, output.logprobs, strict=True)):
             assert abs(found[token].logprob - float(logits[place, token])) < 1e-3
+
+
+def check_texts_from_host_memory(folder: Path, oracle: Oracle, options: dict[str, Any], num_shapes: int) -> None:
+    """Prompts of which the pool keeps one or two, in turns: blocks of every shape leave for host memory and come back. options:
+    with the pool's size, and `kv_host_mib`."""
+    prompts = [prompt_of(65 + 3 * seed, seed) for seed in range(5)]
+    with LLM(str(folder), dtype="float32", max_model_len=112, max_num_batched_tokens=32, **options) as llm:
+        core = core_of(llm)
+        assert core.scheduler.pool.num_shapes == num_shapes
+        copied = CopiedBlocks(core)
+        for prompt in prompts * 3:
+            [answer] = llm.generate([prompt], GREEDY, use_tqdm=False)
+            oracle.check(prompt, list(answer.outputs[0].token_ids))
+        core.scheduler.check(idle=True)
+    assert min(copied.stored) > 0, f"stored by shape: {copied.stored}"
+    assert min(copied.loaded) > 0, f"loaded by shape: {copied.loaded}"

@@ -301,9 +301,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Prompt tokens looked up in the host-memory tier since start: those that the pool did not have."""
     external_prefix_cache_hits: int = 0
     """The part of them that the tier had."""
-    num_host_blocks_total: int = 0
-    """Blocks that the tier holds; 0 without one."""
-    num_host_blocks_used: int = 0
+    num_host_blocks_total: tuple[int, ...] = ()
+    """Blocks that the tier holds, by shape; empty without one."""
+    num_host_blocks_used: tuple[int, ...] = ()
     num_host_blocks_stored: int = 0
     """Blocks copied into the tier since start."""
     num_host_blocks_loaded: int = 0

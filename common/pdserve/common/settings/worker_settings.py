@@ -89,7 +89,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Part of a GPU's memory that weights, the largest step and the KV pool may take, other processes included."""
     kv_host_mib: int = 0
     """Main memory for cached blocks that the KV pool reuses, from which they are loaded when they are needed again, per rank of
-    `tensor_parallel_size`; 0: none."""
+    `tensor_parallel_size`; 0: none. Blocks of several shapes share it as they share the pool."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; default: the model's own limit. See docs/checkpoints.md#length."""
     max_num_batched_tokens: int | None = None

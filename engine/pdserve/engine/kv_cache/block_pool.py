@@ -93,10 +93,10 @@ class PinnedBlocks:
 class BlockPool:
     """Hands out blocks and finds them again by hash."""
 
-    def __init__(self, *num_blocks: int, enable_caching: bool = True, num_host_blocks: int = 0) -> None:
-        """num_blocks: of each shape. enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier;
-        0: there is none."""
-        self.tier = HostTier(num_host_blocks) if num_host_blocks else None
+    def __init__(self, *num_blocks: int, enable_caching: bool = True, num_host_blocks: BlockCounts = ()) -> None:
+        """num_blocks: of each shape. enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier,
+        by shape; empty: there is none."""
+        self.tier = HostTier(*num_host_blocks) if num_host_blocks else None
         """Keeps cached blocks that are reused."""
         self.enables_caching = enable_caching
         places = [(shape, row) for shape, count in enumerate(num_blocks) for row in range(count)]
@@ -230,7 +230,7 @@ class BlockPool:
         del self._by_hash[block_hash]
         block.block_hash = None
         self.num_forgotten += 1
-        unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.row)
+        unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.shape, block.row)
         if unknown is not None and unknown not in self._by_hash:
             self._change(unknown, False)
 

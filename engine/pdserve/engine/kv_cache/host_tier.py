@@ -1,8 +1,8 @@
 """`HostTier`: which cached blocks lie in host memory, and which of them to give up next. Only the engine thread touches it.
 
 A block enters the tier when the pool reuses a cached one, and remains when it is loaded again: the pool and the tier may both have
-it. It leaves when its slot is needed and it is the one used least recently. A slot that a load reads is pinned: it keeps its bytes
-until the load has ended, however that ends.
+it. It leaves when its slot is needed and it is the one of its shape that was used least recently. A slot that a load reads is
+pinned: it keeps its bytes until the load has ended, however that ends.
 """
 
 from __future__ import annotations
@@ -10,25 +10,32 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+from pdserve.engine.sequence_blocks import BlockCounts, RowPairs, pairs_by_shape
+
+Slot = tuple[int, int]
+"""The shape of its block, and the row of the tensor that has the slots of this shape."""
+
 
 class TierCorrupt(RuntimeError):
     """The tier's books do not add up: a bug."""
 
 
 class HostTier:
-    """Hash -> slot of a block in host memory; the bytes are the executor's (`engine/runner/pool/host_blocks.py`)."""
+    """Name -> slot of a block in host memory; the bytes are the executor's (`engine/runner/pool/host_blocks.py`)."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._slots: OrderedDict[bytes, int] = OrderedDict()
-        """Least recently used first."""
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._pins: Counter[int] = Counter()
+    def __init__(self, *num_slots: int) -> None:
+        """num_slots: for blocks of each shape."""
+        self.num_slots: BlockCounts = num_slots
+        self._slots: dict[bytes, Slot] = {}
+        self._names: tuple[OrderedDict[bytes, None], ...] = tuple(OrderedDict() for _ in num_slots)
+        """Per shape the names of its blocks, least recently used first."""
+        self._free = tuple([(shape, row) for row in reversed(range(count))] for shape, count in enumerate(num_slots))
+        self._pins: Counter[Slot] = Counter()
         """Slot -> loads that read it."""
-        self._forgotten: set[int] = set()
-        """Pinned slots without a hash: free when the last load has ended."""
-        self._stores: dict[int, int] = {}
-        """Slot -> block to copy into it, before the next step computes."""
+        self._forgotten: set[Slot] = set()
+        """Pinned slots without a name: free when the last load has ended."""
+        self._stores: dict[Slot, int] = {}
+        """Slot -> row of the block to copy into it, before the next step computes."""
         self.num_queried_tokens = 0
         """Tokens looked up here, since the pool did not have them."""
         self.num_hit_tokens = 0
@@ -39,50 +46,57 @@ class HostTier:
         self.num_evicted = 0
         """Blocks that lost their slot to others."""
 
-    def __len__(self) -> int:
-        return len(self._slots)
+    @property
+    def num_used(self) -> BlockCounts:
+        """Slots with a block, by shape."""
+        return tuple(map(len, self._names))
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._slots
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._slots
 
-    def keep(self, block_hash: bytes, block_id: int) -> bytes | None:
+    def keep(self, name: bytes, shape: int, row: int) -> bytes | None:
         """Keep a block that leaves the pool; its bytes are to be copied before it is written again.
 
-        Returns the hash that the tier does not have afterwards: of the block that was given up for this one, or its own if every
-        slot is pinned. None if there is no such hash.
+        name: with its group, see `with_group_id`. Returns the name that the tier does not have afterwards: of the block that was
+        given up for this one, or its own if every slot of the shape is pinned. None if there is no such name.
         """
-        if block_hash in self._slots:
-            self._slots.move_to_end(block_hash)
+        names = self._names[shape]
+        if name in names:
+            names.move_to_end(name)
             return None
         evicted = None
-        if self._free:
-            slot = self._free.pop()
+        if self._free[shape]:
+            slot = self._free[shape].pop()
         else:
-            evicted = next((known for known, slot in self._slots.items() if not self._pins[slot]), None)
+            evicted = next((known for known in names if not self._pins[self._slots[known]]), None)
             if evicted is None:
-                return block_hash
+                return name
+            del names[evicted]
             slot = self._slots.pop(evicted)
             self.num_evicted += 1
-        self._slots[block_hash] = slot
-        self._stores[slot] = block_id
+        names[name] = None
+        self._slots[name] = slot
+        self._stores[slot] = row
         return evicted
 
-    def take_stores(self) -> list[tuple[int, int]]:
-        """(block id, slot) of the blocks to copy since the last call."""
+    def take_stores(self) -> RowPairs:
+        """(row of the block, row of the slot), per shape, of the blocks to copy since the last call; empty without any."""
+        if not self._stores:
+            return []
         stores, self._stores = self._stores, {}
         self.num_stored += len(stores)
-        return [(block_id, slot) for slot, block_id in stores.items()]
+        return pairs_by_shape(len(self.num_slots), ((shape, block, row) for (shape, row), block in stores.items()))
 
-    def pin(self, block_hashes: Sequence[bytes]) -> list[int]:
+    def pin(self, names: Sequence[bytes]) -> list[Slot]:
         """The slots of blocks that are in the tier, each with a pin more, and used now."""
-        slots = [self._slots[block_hash] for block_hash in block_hashes]
+        slots = [self._slots[name] for name in names]
         self._pins.update(slots)
         # the first blocks of a sequence are given up last, as in the pool
-        for block_hash in reversed(block_hashes):
-            self._slots.move_to_end(block_hash)
+        for name, (shape, _) in zip(reversed(names), reversed(slots), strict=True):
+            self._names[shape].move_to_end(name)
         return slots
 
-    def unpin(self, slots: Sequence[int]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """Remove a pin from each slot."""
         for slot in slots:
             if self._pins[slot] > 1:
@@ -91,25 +105,39 @@ class HostTier:
             del self._pins[slot]
             if slot in self._forgotten:
                 self._forgotten.remove(slot)
-                self._free.append(slot)
+                self._set_free(slot)
+
+    def _set_free(self, slot: Slot) -> None:
+        self._free[slot[0]].append(slot)
 
     def forget(self) -> list[bytes]:
-        """Forget every block; returns their hashes. A slot that a load reads is free when the load has ended."""
-        hashes = list(self._slots)
+        """Forget every block; returns their names. A slot that a load reads is free when the load has ended."""
+        forgotten = list(self._slots)
         for slot in self._slots.values():
             if self._pins[slot]:
                 self._forgotten.add(slot)
             else:
-                self._free.append(slot)
+                self._set_free(slot)
         self._slots.clear()
+        for names in self._names:
+            names.clear()
         self._stores.clear()
-        return hashes
+        return forgotten
 
-    def check(self, pins: Counter[int]) -> None:
+    def check(self, pins: Counter[Slot]) -> None:
         """Check all bookkeeping. pins: slot -> loads under way that read it. Raises: TierCorrupt."""
-        slots = sorted([*self._slots.values(), *self._free, *self._forgotten])
-        if slots != list(range(self.num_slots)):
-            raise TierCorrupt(f"{len(slots)} slots are free, in use or forgotten, of {self.num_slots}")
+        for shape, count in enumerate(self.num_slots):
+            used = [self._slots[name] for name in self._names[shape] if name in self._slots]
+            forgotten = [slot for slot in self._forgotten if slot[0] == shape]
+            if sorted([*used, *self._free[shape], *forgotten]) != [(shape, row) for row in range(count)]:
+                raise TierCorrupt(
+                    f"{len(used)} slots of shape {shape} are in use, {len(self._free[shape])} free and {len(forgotten)} "
+                    f"forgotten, of {count}"
+                )
+        if len(self._slots) != sum(self.num_used):
+            raise TierCorrupt(
+                f"{len(self._slots)} blocks have slots, {sum(self.num_used)} have a place in an order of use"
+            )
         if +self._pins != +pins:
             raise TierCorrupt(f"slots {sorted(+self._pins)} are pinned, loads read {sorted(+pins)}")
         if not self._forgotten <= set(+self._pins):

@@ -33,7 +33,7 @@ from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
     first_sent,
 )
 from pdserve.engine.request import Request
-from pdserve.engine.sequence_blocks import BlockCounts
+from pdserve.engine.sequence_blocks import BlockCounts, RowPairs, pairs_by_shape
 from pdserve.models.kv_cache import DraftHeadSpec, FullAttentionSpec, KVCacheSpec, group_chunks, group_windows
 
 
@@ -331,17 +331,16 @@ class KVCacheManager:
         """True if `take_copies` would return some."""
         return bool(self._copies)
 
-    def take_copies(self) -> list[list[tuple[int, int]]]:
+    def take_copies(self) -> RowPairs:
         """(from, to) rows to copy before the next computation or allocation, per shape; empty without any."""
         copies = [pair for of_fork in self._copies.values() for pair in of_fork]
         self._copies.clear()
         self.pool.release([source for source, _ in copies])
         if not copies:
             return []
-        by_shape: list[list[tuple[int, int]]] = [[] for _ in range(self.pool.num_shapes)]
-        for source, target in copies:
-            by_shape[source.shape].append((source.row, target.row))
-        return by_shape
+        return pairs_by_shape(
+            self.pool.num_shapes, ((source.shape, source.row, target.row) for source, target in copies)
+        )
 
     def count_lookup(self, request: Request, queried_tokens: int, hit_tokens: int) -> None:
         """Prefix cache statistics, once per admission; no effect where the cache is not looked into, as in vLLM."""

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker, with_group_id
+from pdserve.engine.kv_cache.host_tier import Slot
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler_output import SchedulerOutput
-from pdserve.engine.sequence_blocks import BlockCounts
+from pdserve.engine.sequence_blocks import BlockCounts, pairs_by_shape
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Load:
     """Blocks of the sequence, from its first, that the pool has when the load has ended."""
     hold: PinnedBlocks
     names: tuple[bytes, ...]
-    slots: list[int]
+    slots: list[Slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +165,12 @@ class HostLoads:
         """Add the copies to and from the tier that precede a step."""
         if self._tier is None:
             return
-        if stores := self._tier.take_stores():
-            output.kv_stores = [stores]
+        output.kv_stores = self._tier.take_stores()
         for load in self._begun:
-            output.kv_loads[load.load_id] = [list(zip(load.slots, load.hold.rows, strict=True))]
+            output.kv_loads[load.load_id] = pairs_by_shape(
+                self._kv.pool.num_shapes,
+                ((shape, slot, row) for (shape, slot), row in zip(load.slots, load.hold.rows, strict=True)),
+            )
             self._tier.num_loaded += len(load.slots)
         self._begun.clear()
 

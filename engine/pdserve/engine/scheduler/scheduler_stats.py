@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
     """Current statistics; the cost is proportional to the running sequences."""
-    pool, waiting, tier = scheduler.pool, scheduler.waiting, scheduler.pool.tier or HostTier(0)
+    pool, waiting, tier = scheduler.pool, scheduler.waiting, scheduler.pool.tier or HostTier()
     slots = scheduler.running.lora_slots
     return SchedulerStats(
         num_running_reqs=len(scheduler.running),
@@ -43,7 +43,7 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         external_prefix_cache_queries=tier.num_queried_tokens,
         external_prefix_cache_hits=tier.num_hit_tokens,
         num_host_blocks_total=tier.num_slots,
-        num_host_blocks_used=len(tier),
+        num_host_blocks_used=tier.num_used,
         num_host_blocks_stored=tier.num_stored,
         num_host_blocks_loaded=tier.num_loaded,
         num_host_blocks_evicted=tier.num_evicted,

@@ -116,7 +116,7 @@ def _state(identity: WorkerIdentity, engine: EngineClient) -> Iterable[Metric]:
         ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
          transfers.num_pinned),
         ("pdserve_kv_host_bytes", "Host memory in use for blocks that left the pool.",
-         stats.num_host_blocks_used * identity.layout.shapes[0].block_bytes),
+         identity.layout.pool_bytes(stats.num_host_blocks_used) if stats.num_host_blocks_used else 0),
         ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
         ("pdserve_open_transfers", "Active KV transfers, as source or receiver.", transfers.num_open),
         ("pdserve_draining", "1 while the worker accepts no new requests.", int(engine.draining)),

@@ -70,7 +70,7 @@ class LoadedModel:
     adapters: AdapterStore | None = None
     """None without `enable_lora`."""
     host_caches: tuple[Tensor, ...] = ()
-    """Slots of the host-memory tier, one tensor per KV cache group; empty without `kv_host_mib`."""
+    """Slots of the host-memory tier, a tensor per shape of blocks; empty without `kv_host_mib`."""
     ranks: RankProcesses | None = None
     """The other ranks, which end with `close`; None without any, and on ranks above 0."""
     group: RankGroup | None = None
@@ -165,7 +165,7 @@ class LoadedModel:
             block_size=settings.block_size,
             num_blocks=self.kv_cache_config.num_blocks[0],
             num_other_blocks=self.kv_cache_config.num_blocks[1:],
-            num_host_blocks=len(self.host_caches[0]) if self.host_caches else 0,
+            num_host_blocks=tuple(map(len, self.host_caches)),
             max_model_len=max_model_len,
             num_labels=self.num_labels,
             enable_prompt_embeds=settings.enable_prompt_embeds,
@@ -294,9 +294,8 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     with allocating(pool_setting(settings), pool_bytes, device):
         kv_caches = make_kv_caches(groups, num_blocks, device)
     host_caches: tuple[Tensor, ...] = ()
-    if settings.kv_host_mib:
-        slots = host_slots(settings, layout)
-        with allocating(f"kv_host_mib {settings.kv_host_mib}", slots * layout.shapes[0].block_bytes):
+    if slots := host_slots(settings, layout, num_blocks):
+        with allocating(f"kv_host_mib {settings.kv_host_mib}", layout.pool_bytes(slots)):
             host_caches = make_host_caches(pools_of(kv_caches), slots)
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:

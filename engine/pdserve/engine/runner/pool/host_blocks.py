@@ -17,23 +17,24 @@ from torch import Tensor
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.runner.device.device_runtime import DeviceRuntime, TimedEvent, make_runtime
 from pdserve.engine.scheduler_output import SchedulerOutput
-from pdserve.models.kv_cache import make_host_memory
+from pdserve.engine.sequence_blocks import BlockCounts
+from pdserve.models.kv_cache import make_host_memory, pools_of
 
 Copies = Sequence[tuple[Tensor, Tensor, Sequence[tuple[int, int]]]]
-"""(from, to, pairs of their rows), per pool."""
+"""(from, to, pairs of their rows), by shape of blocks."""
 
 
-def make_host_caches(kv_caches: Sequence[Tensor], num_slots: int) -> tuple[Tensor, ...]:
-    """Slots for blocks of each pool `[num_blocks, ...]`: zeros `[num_slots, ...]` in main memory, pinned for a GPU."""
+def make_host_caches(pools: Sequence[Tensor], num_slots: BlockCounts) -> tuple[Tensor, ...]:
+    """Slots for blocks of each pool `[num_blocks, ...]`: zeros `[num_slots, ...]` in main memory, pinned for a GPU.
+
+    pools, num_slots: by shape of blocks.
+    """
     caches = []
-    for kv_cache in kv_caches:
-        shape = (num_slots, *kv_cache.shape[1:])
-        num_bytes = num_slots * kv_cache[0].numel() * kv_cache.element_size()
-        if kv_cache.device.type == "cpu":
-            memory = make_host_memory(num_bytes)
-        else:
-            memory = make_runtime(kv_cache.device).host_memory(num_bytes)
-        caches.append(memory.view(kv_cache.dtype).view(shape))
+    for pool, count in zip(pools, num_slots, strict=True):
+        num_bytes = count * pool[0].numel() * pool.element_size()
+        is_on_cpu = pool.device.type == "cpu"
+        memory = make_host_memory(num_bytes) if is_on_cpu else make_runtime(pool.device).host_memory(num_bytes)
+        caches.append(memory.view(pool.dtype).view(count, *pool.shape[1:]))
     return tuple(caches)
 
 
@@ -43,9 +44,8 @@ class HostBlocks:
     def __init__(
         self, kv_caches: Sequence[Tensor], host_caches: Sequence[Tensor], runtime: DeviceRuntime | None = None
     ) -> None:
-        """kv_caches: by KV cache group. host_caches: one per pool; all groups share the first. runtime: default: the pools'
-        device's."""
-        self._kv_caches = kv_caches[: len(host_caches)]
+        """kv_caches: by KV cache group. host_caches: by shape of blocks. runtime: default: the pools' device's."""
+        self._pools = pools_of(kv_caches)
         self._host_caches = host_caches
         self._runtime = runtime or make_runtime(kv_caches[0].device)
         self._begun: queue.SimpleQueue[tuple[int, Copies, TimedEvent] | None] = queue.SimpleQueue()
@@ -57,12 +57,12 @@ class HostBlocks:
     @torch.inference_mode()
     def copy(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
         """As `Executor.copy_blocks`."""
-        for pool, host, pairs in zip(self._kv_caches, self._host_caches, scheduled.kv_stores, strict=False):
-            _copy(pool, host, pairs)
+        if scheduled.kv_stores:
+            _copy_all(list(zip(self._pools, self._host_caches, scheduled.kv_stores, strict=True)))
         # the blocks that are loaded may have been written by steps before, and read by the stores
         copied = self._runtime.event()
-        for load_id, groups in scheduled.kv_loads.items():
-            copies = list(zip(self._host_caches, self._kv_caches, groups, strict=True))
+        for load_id, by_shape in scheduled.kv_loads.items():
+            copies = list(zip(self._host_caches, self._pools, by_shape, strict=True))
             self._begun.put((load_id, copies, copied))
         return None if self._runtime.is_synchronous else copied
 
@@ -97,11 +97,7 @@ class HostBlocks:
 
 
 def _copy_all(copies: Copies) -> None:
-    for source, target, pairs in copies:
-        _copy(source, target, pairs)
-
-
-def _copy(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     # a block is one run of bytes on both sides; torch releases the interpreter lock for each
-    for source_row, target_row in pairs:
-        target[target_row].copy_(source[source_row], non_blocking=True)
+    for source, target, pairs in copies:
+        for source_row, target_row in pairs:
+            target[target_row].copy_(source[source_row], non_blocking=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes
-from pdserve.engine.runner.pool.pool_size import pool_size, with_kv_cache_groups
+from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_cache_groups
 from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.models.config.draft_head_config import DraftHeadConfig
 from pdserve.models.config.model_config import ModelConfig
@@ -161,6 +161,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     max_model_len = settings.block_size
     if not takes_rest:
         num_blocks, max_model_len = pool_size(settings, groups, config)
+    slots = host_slots(settings, layout, num_blocks)
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(
@@ -179,7 +180,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         + (settings.max_num_seqs + settings.step_drafts) * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
         transfers=(settings.limits.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
-        host_tier=settings.kv_host_mib << 20,
+        host_tier=layout.pool_bytes(slots) if slots else 0,
         on_gpu=on_gpu,
         ranks=shard.size,
         images=encoder_bytes(folder, settings, config),

@@ -40,18 +40,20 @@ def with_kv_cache_groups(config: ModelConfig, settings: WorkerSettings) -> Model
     return replace(config, hybrid_kv_cache=True)
 
 
-def host_slots(settings: WorkerSettings, layout: KvLayout) -> int:
-    """Number of blocks in the host-memory tier. Raises: ConfigError if it holds none, or if blocks have several shapes."""
-    if len(layout.shapes) > 1:
-        raise ConfigError(
-            f"kv_host_mib is {settings.kv_host_mib}, and the model's KV cache has blocks of {len(layout.shapes)} shapes, which the "
-            "host-memory tier does not keep"
-        )
-    block_bytes = layout.shapes[0].block_bytes
-    num_slots = (settings.kv_host_mib << 20) // block_bytes
-    if num_slots < 1:
-        raise ConfigError(f"kv_host_mib is {settings.kv_host_mib}, one block has {block_bytes} bytes")
-    return num_slots
+def host_slots(settings: WorkerSettings, layout: KvLayout, num_blocks: BlockCounts) -> BlockCounts:
+    """Blocks of the host-memory tier, by shape, in the pool's proportions, and at least one of each; empty without `kv_host_mib`.
+
+    A hit needs blocks of every shape, so the tier is divided as the pool is. num_blocks: of the pool. Raises: ConfigError if
+    `kv_host_mib` holds less than a block of each shape.
+    """
+    if not settings.kv_host_mib:
+        return ()
+    least = layout.pool_bytes([1] * len(num_blocks))
+    left = (settings.kv_host_mib << 20) - least
+    if left < 0:
+        raise ConfigError(f"kv_host_mib is {settings.kv_host_mib}, and one block of each shape takes {least} bytes")
+    pool_bytes = layout.pool_bytes(num_blocks)
+    return tuple(1 + left * count // pool_bytes for count in num_blocks)
 
 
 def pool_setting(settings: WorkerSettings) -> str:
