@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ def operations(num: int) -> Iterator[tuple[str, int, int, Operation]]:
     parts = {
         "Granite 4": (8, [ColumnPart(192), group, group], 1792, 4, 3 * 64 * 128),
         "Qwen3.5": (4, [ColumnPart(512)], 2048, 4, 2 * 128 * 128),
+        "Mamba": (64, [ColumnPart(24)], 1536, 4, 24 * 16),
         "LFM2": (12, [ColumnPart(64)], 768, 3, 0),
     }
     kept = {}
@@ -56,14 +57,27 @@ def operations(num: int) -> Iterator[tuple[str, int, int, Operation]]:
             return plan.convolve(layer, conv, columns)
 
         yield f"convolution of {name}", heads, conv.num_kept + matrices, convolve
-    scanned = torch.rand(num, 24, 64), torch.rand(num, 24, 128), torch.rand(num, 24, 128), -torch.rand(num, 24)
-    first = kept["Granite 4"]
-    yield (
-        "scan of Granite 4", 8, first + 3 * 64 * 128,
-        lambda plan, layer: plan.recur(layer, SELECTIVE_SCAN, scanned, first, (64, 128)),
-    )  # fmt: skip
+    # all channels of Mamba have the same b and c
+    for name, heads, matrices, shape, of_matrices, rates in (
+        ("Granite 4", 8, 24, (64, 128), 24, -torch.rand(24, 1, 1)),
+        ("Mamba", 64, 64, (24, 16), 1, -torch.rand(64, 24, 16)),
+    ):
+        b, c = (torch.rand(num, of_matrices, shape[1]).expand(-1, matrices, -1) for _ in range(2))
+        steps = torch.rand(num, *rates.shape[:2])
+        scanned = torch.rand(num, matrices, shape[0]), b, c, rates.expand(num, -1, -1, -1), steps
+
+        def scan(
+            plan: StatePlan,
+            layer: int,
+            tokens: Sequence[Tensor] = scanned,
+            first: int = kept[name],
+            shape: tuple[int, int] = shape,
+        ) -> Tensor:
+            return plan.recur(layer, SELECTIVE_SCAN, tokens, first, shape)
+
+        yield f"scan of {name}", heads, kept[name] + matrices // heads * shape[0] * shape[1], scan
     vectors = [torch.rand(num, 8, 128) / 12 for _ in range(3)]
-    ruled = *vectors, -torch.rand(num, 8), torch.rand(num, 8)
+    ruled = *vectors, -torch.rand(num, 8, 1), torch.rand(num, 8)
     place = kept["Qwen3.5"]
     yield (
         "delta rule of Qwen3.5", 4, place + 2 * 128 * 128,

@@ -230,22 +230,27 @@ class StateContract(abc.ABC):
         [(1, 1, (1, 1)), (2, 3, (5, 8)), (3, 1, (64, 7)), (2, 2, (16, 33)), (1, 2, (12, 128)), (3, 2, (3, 100))],
         ids=str,
     )
+    @pytest.mark.parametrize("by_element", [False, True], ids=["a decay per head", "per element"])
     def test_selective_scan(
-        self, lens: Sequence[tuple[int, int]], num_heads: int, per_head: int, shape: tuple[int, int]
+        self, lens: Sequence[tuple[int, int]], num_heads: int, per_head: int, shape: tuple[int, int], by_element: bool
     ) -> None:
+        """With decays of elements, all matrices have the same b and c, as in Mamba."""
         first, num = 3, num_heads * per_head
         step = self.step(lens, num_heads, first + per_head * shape[0] * shape[1] + 1)
         x = self.rows(step.num_tokens, num, shape[0])
-        b, c = (self.rows(step.num_tokens, num, shape[1]) for _ in range(2))
-        decay = -self.rows(step.num_tokens, num).abs()
+        b, c = (self.rows(step.num_tokens, 1 if by_element else num, shape[1]).expand(-1, num, -1) for _ in range(2))
+        rates = -torch.rand(num, *(shape if by_element else (1, 1))).to(self.device) - 0.1
+        steps = self.rows(step.num_tokens, num, rates.shape[1]).abs()
 
         def next_state(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
-            own, added, read, a = (each[token].cpu().double() for each in (x, b, c, decay.exp()))
-            state = a[:, None, None] * state + torch.einsum("hp,hn->hpn", own, added)
+            own, added, read, length = (each[token].cpu().double() for each in (x, b, c, steps))
+            decay = (length[:, :, None] * rates.cpu().double()).exp()
+            state = decay * state + torch.einsum("hp,hn->hpn", own, added)
             return state, torch.einsum("hpn,hn->hp", state, read)
 
         before = step.pool.clone()
-        found = step.plan.recur(LAYER, SELECTIVE_SCAN, (x, b, c, decay), first, shape)
+        tokens = x, b, c, rates.expand(step.num_tokens, -1, -1, -1), steps
+        found = step.plan.recur(LAYER, SELECTIVE_SCAN, tokens, first, shape)
         self._check_recurrence(step, before, found, next_state, first, (num, *shape))
 
     def _check_recurrence(

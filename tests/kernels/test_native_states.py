@@ -41,6 +41,7 @@ class TestNativeStates(StateContract):
 
 
 NUM_HEADS, CHANNELS, SHAPE = 2, 70, (40, 24)
+RATES = -torch.linspace(0.1, 2, 3 * NUM_HEADS * 40 * 24).view(3 * NUM_HEADS, *SHAPE)
 
 
 def plan_of(pool: Tensor, blocks: list[int]) -> StatePlan:
@@ -52,13 +53,18 @@ def plan_of(pool: Tensor, blocks: list[int]) -> StatePlan:
 
 
 def change(pool: Tensor, blocks: list[int], columns: Tensor, tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Results of a convolution, the delta rule and the scan over the same matrices, in turns."""
+    """Results of a convolution, the delta rule and the scan over the same matrices, in turns.
+
+    Where the delta rule has a decay per row, the scan has one per element.
+    """
     conv = CausalConv(torch.linspace(-1, 1, 4 * columns.shape[1]).view(-1, 4), None, [ColumnPart(CHANNELS)])
     plan, (query, key, value, decay, beta) = plan_of(pool, blocks), tokens
+    rates = RATES[:, :1, :1] if decay.shape[2] == 1 else RATES
+    scanned = query, value, value, rates.expand(len(query), -1, -1, -1), -decay
     return [
         plan.convolve(0, conv, columns),
         plan.recur(0, DELTA_RULE, (query, key, value, decay, beta), conv.num_kept, SHAPE),
-        plan.recur(0, SELECTIVE_SCAN, (query, value, value, decay[..., 0]), conv.num_kept, SHAPE),
+        plan.recur(0, SELECTIVE_SCAN, scanned, conv.num_kept, SHAPE),
     ]
 
 
@@ -90,6 +96,14 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(threads: int, pool: Tenso
     assert torch.equal(alone, together)
 
 
+def test_no_state_of_a_decode_row_is_copied(
+    monkeypatch: pytest.MonkeyPatch, pool: Tensor, tokens: list[Tensor]
+) -> None:
+    monkeypatch.delattr(StatePlan, "read")
+    monkeypatch.delattr(StatePlan, "write")
+    change(pool, [7, 2, 4, 1, 8], torch.randn(5, NUM_HEADS * CHANNELS), tokens)
+
+
 def test_arguments_that_do_not_fit_are_refused(pool: Tensor, tokens: list[Tensor]) -> None:
     with pytest.raises(ValueError, match="block_tables names a block outside the cache of 9 blocks"):
         plan_of(pool, [3, 9])
@@ -104,6 +118,10 @@ def test_arguments_that_do_not_fit_are_refused(pool: Tensor, tokens: list[Tensor
         plan.recur(0, DELTA_RULE, tokens, 3 * CHANNELS + 1, SHAPE)
     with pytest.raises(ValueError, match=r"tokens .* for matrices \(24, 40\)"):
         plan.recur(0, DELTA_RULE, tokens, 0, (24, 40))
+    vectors = tokens[0], tokens[2], tokens[2]
+    for rates, steps in ((RATES, tokens[4].unsqueeze(2)), (RATES[:, :, :1], tokens[0]), (RATES[:, :1, :1], tokens[0])):
+        with pytest.raises(ValueError, match=r"tokens .* for matrices \(40, 24\)"):
+            plan.recur(0, SELECTIVE_SCAN, (*vectors, rates.expand(5, -1, -1, -1), steps), 0, SHAPE)
     with pytest.raises(ValueError, match=r"torch\.float64"):
         plan.recur(0, DELTA_RULE, [each.double() for each in tokens], 0, SHAPE)
     with pytest.raises(ValueError, match="supports states in float32, not bfloat16"):

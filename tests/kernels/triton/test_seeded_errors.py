@@ -131,7 +131,7 @@ CONVOLVED = states(
     lambda contract: contract.test_convolve(SEQUENCES, torch.float32, 4, 33, 4, [0, 0, 1, 1], True, True)
 )
 DELTA_RULED = states(lambda contract: contract.test_delta_rule(SEQUENCES, 2, 3, (8, 5), by_row=True))
-SCANNED = states(lambda contract: contract.test_selective_scan(SEQUENCES, 2, 3, (5, 8)))
+SCANNED = states(lambda contract: contract.test_selective_scan(SEQUENCES, 2, 3, (5, 8), by_element=False))
 CHECKS = {
     "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "chunked": CHUNKED, "capped": CAPPED, "sunk": SUNK,
     "biased": BIASED, "seven": SEVEN,

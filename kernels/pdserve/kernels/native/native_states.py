@@ -115,7 +115,9 @@ class NativeStatePlan(InPlacePlan):
         self._backend.convolve(call)
 
     def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
-        return super()._can_recur(recurrence, tokens) and num_decays(tokens) <= _MAX_DECAYS
+        if not super()._can_recur(recurrence, tokens):
+            return False
+        return recurrence == SELECTIVE_SCAN or num_decays(tokens) <= _MAX_DECAYS
 
     def _recur_rows(
         self,

@@ -15,15 +15,26 @@ from pdserve.kernels.state.recurrence import Recurrence
 from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StatePlan
 
-_VECTORS = {DELTA_RULE: (0, 0, 1), SELECTIVE_SCAN: (0, 1, 1)}
-"""Rules that such plans know -> which dimension of a matrix each vector of a token has; further tensors of tokens are numbers, and
-the first of them decays, which the delta rule may have of each row."""
 _DECAYS = 3
+"""Index of decays, or of the rates that make them, among the tokens of each rule that such plans know."""
 
 
 def num_decays(tokens: Sequence[Tensor]) -> int:
     """Decays of a matrix. tokens: of a rule that such plans know."""
     return tokens[_DECAYS].shape[2:].numel()
+
+
+def _sizes(recurrence: Recurrence, has_one_decay: bool, rows: int, columns: int) -> list[tuple[int, ...]]:
+    """What each tensor of tokens has of a matrix."""
+    if recurrence == DELTA_RULE:
+        return [(rows,), (rows,), (columns,), (1,) if has_one_decay else (rows,), ()]
+    rates, steps = ((1, 1), (1,)) if has_one_decay else ((rows, columns), (rows,))
+    return [(rows,), (columns,), (columns,), rates, steps]
+
+
+def _is_dense(tokens: Tensor, size: tuple[int, ...]) -> bool:
+    """What tokens have of a matrix, numbers of `size`, is adjacent."""
+    return tokens.stride()[2:] == (*size[1:], 1)[: len(size)]
 
 
 class InPlacePlan(StatePlan, abc.ABC):
@@ -45,7 +56,7 @@ class InPlacePlan(StatePlan, abc.ABC):
 
     def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
         """Whether kernels know the rule, and read these tokens; else torch operations follow it."""
-        return recurrence in _VECTORS
+        return recurrence in (DELTA_RULE, SELECTIVE_SCAN)
 
     @abc.abstractmethod
     def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
@@ -61,7 +72,7 @@ class InPlacePlan(StatePlan, abc.ABC):
         shape: tuple[int, int],
         out: Tensor,
     ) -> None:
-        """`recur` for the decode rows, into the first rows of out, contiguous. Numbers of a token's vector are adjacent."""
+        """`recur` for the decode rows, into the first rows of out, contiguous. What tokens have of a matrix is adjacent."""
 
     def convolve(self, layer: int, conv: CausalConv, columns: Tensor) -> Tensor:
         num = self.num_decodes
@@ -83,19 +94,22 @@ class InPlacePlan(StatePlan, abc.ABC):
         num = self.num_decodes
         if not num or not self._can_recur(recurrence, tokens):
             return super().recur(layer, recurrence, tokens, first, shape)
-        like, vectors = tokens[recurrence.like], _VECTORS[recurrence]
+        like = tokens[recurrence.like]
         self._check(layer, like)
         per_head, left = divmod(like.shape[1], self._states.shape[1])
         if left or first + per_head * shape[0] * shape[1] > self._states.shape[3]:
             raise ValueError(
                 f"{like.shape[1]} matrices {shape} do not fit states {tuple(self._states.shape)} from {first} on"
             )
-        sizes = [(*like.shape[:2], shape[axis]) for axis in vectors] + [like.shape[:2]] * (len(tokens) - len(vectors))
-        if recurrence == DELTA_RULE:
-            sizes[_DECAYS] = (*like.shape[:2], 1 if num_decays(tokens) == 1 else shape[0])
-        if any(each.shape != size or each.dtype is not torch.float32 for each, size in zip(tokens, sizes, strict=True)):
+        sizes = _sizes(recurrence, num_decays(tokens) == 1, *shape)
+        if any(
+            each.shape != (*like.shape[:2], *size) or each.dtype is not torch.float32
+            for each, size in zip(tokens, sizes, strict=True)
+        ):
             raise ValueError(f"tokens {[(tuple(each.shape), each.dtype) for each in tokens]} for matrices {shape}")
-        tokens = [each if each.dim() == 2 or each.stride(2) == 1 else each.contiguous() for each in tokens]
+        tokens = [
+            each if _is_dense(each, size) else each.contiguous() for each, size in zip(tokens, sizes, strict=True)
+        ]
         out = torch.empty(like.shape, device=like.device)
         self._recur_rows(layer, recurrence, tokens, first, shape, out)
         if self._chunk_plan is not None:

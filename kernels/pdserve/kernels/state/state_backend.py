@@ -89,7 +89,7 @@ class StatePlan:
     ) -> Tensor:
         """Change the matrices in states by the step's tokens, `[T, M, ...]` each, float32 -> results `[T, M, ...]`.
 
-        first: the place in each head's state from which on it has its part of M matrices of `shape`: some of them, or rows of one.
+        first: the place in each head's state from which on it has its part of the M matrices of `shape`.
         """
         num_matrices = tokens[recurrence.like].shape[1]
         size = num_matrices * shape[0] * shape[1] // self._states.shape[1]

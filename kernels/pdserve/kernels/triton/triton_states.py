@@ -11,7 +11,7 @@ from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.state.causal_conv import CausalConv
 from pdserve.kernels.state.column_runs import column_runs
 from pdserve.kernels.state.delta_rule import DELTA_RULE
-from pdserve.kernels.state.in_place_plan import InPlacePlan
+from pdserve.kernels.state.in_place_plan import InPlacePlan, num_decays
 from pdserve.kernels.state.recurrence import Recurrence
 from pdserve.kernels.state.state_backend import StateBackend, StatePlan
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
@@ -54,6 +54,10 @@ class TritonStatePlan(InPlacePlan):
         rows = RowStates(self._states, self._blocks, layer)
         convolve_rows(rows, conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
 
+    def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
+        # the kernel of the scan has one decay per matrix
+        return super()._can_recur(recurrence, tokens) and (recurrence == DELTA_RULE or num_decays(tokens) == 1)
+
     def _recur_rows(
         self,
         layer: int,
@@ -64,5 +68,9 @@ class TritonStatePlan(InPlacePlan):
         out: Tensor,
     ) -> None:
         rows = RowStates(self._states, self._blocks, layer)
-        launch = delta_rows if recurrence == DELTA_RULE else scan_rows
-        launch(rows, tokens, first, shape, out, self._backend.configs)
+        if recurrence == DELTA_RULE:
+            delta_rows(rows, tokens, first, shape, out, self._backend.configs)
+            return
+        *vectors, rates, steps = tokens
+        decays = rates[..., 0, 0] * steps[..., 0]
+        scan_rows(rows, (*vectors, decays), first, shape, out, self._backend.configs)

@@ -17,8 +17,7 @@ from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.state.causal_conv import CausalConv, ColumnPart
-from pdserve.kernels.state.recurrence import Recurrence
-from pdserve.kernels.state.selective_scan import ColumnScan
+from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StatePlan
 from pdserve.kernels.state.state_spec import StateSpec
 from pdserve.models.weights.rank_shard import Part
@@ -49,7 +48,8 @@ class Mamba:
     """-> the steps of this rank's channels, without their bias."""
     step_bias: Tensor
     """`[C]` float32"""
-    scan: Recurrence
+    rates: Tensor
+    """`[parts, C / parts, N]` float32, negative: `-exp(A_log)`."""
     skip: Tensor
     """`[C]` float32: factor of x in the result."""
     output: Linear
@@ -98,7 +98,7 @@ class Mamba:
             norms=tuple(norms),
             steps=make_linear(weights.matrix(f"{prefix}.dt_proj", inner, shape.step_rank, own)),
             step_bias=weights.tensor(f"{prefix}.dt_proj.bias", inner, part=own, dtype=torch.float32),
-            scan=ColumnScan(rates.unsqueeze(0)).recurrence,
+            rates=rates.view(len(parts), size, -1),
             skip=weights.tensor(f"{prefix}.D", inner, part=own, dtype=torch.float32),
             output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.projection_bias),
         )
@@ -122,9 +122,12 @@ class Mamba:
         """made `[T, C]`, step `[T, R]`, b and c `[T, N]` -> `[T, C]` float32. Reads and writes states."""
         plan.keep(self._scanned, made, step, b, c)
         steps, own = F.softplus(self.steps(step).float() + self.step_bias), made.float()
-        # to the scan all channels are one head: they have the same b and c
-        tokens = [each.float().unsqueeze(1) for each in (own * steps, b, c, steps)]
-        found = plan.recur(self.index, self.scan, tokens, self.conv.num_kept, (own.shape[1], self.shape.state_size))
+        num_parts, size, _ = self.rates.shape
+        x, steps = (each.view(-1, num_parts, size) for each in (own * steps, steps))
+        # all channels have the same b and c
+        b, c = (each.float().unsqueeze(1).expand(-1, num_parts, -1) for each in (b, c))
+        tokens = x, b, c, self.rates.expand(len(x), -1, -1, -1), steps
+        found = plan.recur(self.index, SELECTIVE_SCAN, tokens, self.conv.num_kept, (size, self.shape.state_size))
         return found.flatten(1) + own * self.skip
 
     def store(self, x: Tensor, phases: Tensor, plan: StatePlan, ops: LayerOps) -> None:

@@ -81,8 +81,8 @@ class Mamba2:
     """Of x, b and c."""
     step_bias: Tensor
     """`[H]` float32"""
-    decay: Tensor
-    """`[H]` float32, negative: `-exp(A_log)`."""
+    rates: Tensor
+    """`[H, 1, 1]` float32, negative: `-exp(A_log)`."""
     skip: Tensor
     """`[H]` float32: factor of x in the result."""
     norm: GroupNorm | None
@@ -164,7 +164,7 @@ class Mamba2:
             group_of_head=of_heads - groups.start,
             conv=conv,
             step_bias=step_bias,
-            decay=vector("A_log").exp().neg(),
+            rates=vector("A_log").exp().neg().view(-1, 1, 1),
             skip=vector("D"),
             norm=norm,
             output=weights.row_parallel(f"{prefix}.out_proj", hidden_size, inner, bias=shape.output_bias),
@@ -192,8 +192,8 @@ class Mamba2:
         own, b, c = torch.split(made, [inner, bc, bc], -1)
         own = own.view(num, -1, shape.head_dim)
         b, c = (each.view(num, -1, shape.state_size).index_select(1, self.group_of_head) for each in (b, c))
-        steps = F.softplus(steps.float() + self.step_bias)
-        tokens = own * steps.unsqueeze(-1), b, c, self.decay * steps
+        steps = F.softplus(steps.float() + self.step_bias).unsqueeze(-1)
+        tokens = own * steps, b, c, self.rates.expand(num, -1, -1, -1), steps
         matrix = shape.head_dim, shape.state_size
         found = plan.recur(self.index, SELECTIVE_SCAN, tokens, self.conv.num_kept, matrix)
         return found + own * self.skip.unsqueeze(-1)

@@ -179,21 +179,23 @@ void delta(const RuleCall& call, int64_t row, int64_t matrix, const float* befor
   (call.num_decays > 1 ? delta_matrix<true> : delta_matrix<false>)(call, row, matrix, before, after);
 }
 
-// Numbers of a matrix between those that are changed and those that are asked for: without it loads wait behind stores.
+// From the numbers of a matrix that are changed to those that are asked for: without it loads wait behind stores.
 constexpr int64_t AHEAD = 1024;
 
-// The step of the selective scan for ROWS rows of a matrix.
-template <int ROWS>
+// The step of the selective scan for ROWS rows of a matrix. decay: of the matrix, or BY_ELEMENT what rates and steps make. ahead: as
+// `AHEAD`.
+template <int ROWS, bool BY_ELEMENT>
 inline void scan_rows(const float* before, float* after, const float* x, const float* b, const float* c, float decay,
-                      int64_t num_columns, float* out) {
+                      const float* rates, const float* steps, int64_t ahead, int64_t num_columns, float* out) {
   Floats sums[ROWS] = {};
   int64_t column = 0;
   for (; column + WIDTH <= num_columns; column += WIDTH) {
     const Floats added = load(b + column), read = load(c + column);
     for (int row = 0; row < ROWS; ++row) {
       const int64_t place = row * num_columns + column;
-      __builtin_prefetch(before + place + AHEAD);
-      const Floats changed = decay * load(before + place) + x[row] * added;
+      __builtin_prefetch(before + place + ahead);
+      const Floats kept = BY_ELEMENT ? exponential(steps[row] * load(rates + place)) : all(decay);
+      const Floats changed = kept * load(before + place) + x[row] * added;
       store(after + place, changed);
       sums[row] += changed * read;
     }
@@ -203,7 +205,8 @@ inline void scan_rows(const float* before, float* after, const float* x, const f
     for (int lane = 0; lane < WIDTH; ++lane) sum += sums[row][lane];
     for (int64_t rest = column; rest < num_columns; ++rest) {
       const int64_t place = row * num_columns + rest;
-      const float changed = decay * before[place] + x[row] * b[rest];
+      const float kept = BY_ELEMENT ? exponential_of(steps[row] * rates[place]) : decay;
+      const float changed = kept * before[place] + x[row] * b[rest];
       after[place] = changed;
       sum += changed * c[rest];
     }
@@ -211,7 +214,8 @@ inline void scan_rows(const float* before, float* after, const float* x, const f
   }
 }
 
-void scan(const RuleCall& call, int64_t row, int64_t matrix, const float* before, float* after) {
+template <bool BY_ELEMENT>
+void scan_matrix(const RuleCall& call, int64_t row, int64_t matrix, const float* before, float* after) {
   const int64_t num_rows = call.matrix_rows, num_columns = call.matrix_columns;
   const int64_t num_matrices = call.pool.num_heads * call.per_head;
   float* out = call.out + (row * num_matrices + matrix) * num_rows;
@@ -221,16 +225,25 @@ void scan(const RuleCall& call, int64_t row, int64_t matrix, const float* before
     before = after;
   }
   const float *x = input(call, 0, row, matrix), *b = input(call, 1, row, matrix), *c = input(call, 2, row, matrix);
-  const float decay = exponential_of(*input(call, 3, row, matrix));
+  const float *rates = input(call, 3, row, matrix), *steps = input(call, 4, row, matrix);
+  // matrices with decays of elements are small, and the next one is in the state of the next head
+  const int64_t ahead = BY_ELEMENT ? call.pool.num_layers * call.pool.head_size : AHEAD;
+  const float decay = BY_ELEMENT ? 0 : exponential_of(*steps * *rates);
   int64_t place = 0;
   for (; place + 4 <= num_rows; place += 4) {
     const int64_t skipped = place * num_columns;
-    scan_rows<4>(before + skipped, after + skipped, x + place, b, c, decay, num_columns, out + place);
+    scan_rows<4, BY_ELEMENT>(before + skipped, after + skipped, x + place, b, c, decay, rates + skipped, steps + place, ahead,
+                             num_columns, out + place);
   }
   for (; place < num_rows; ++place) {
     const int64_t skipped = place * num_columns;
-    scan_rows<1>(before + skipped, after + skipped, x + place, b, c, decay, num_columns, out + place);
+    scan_rows<1, BY_ELEMENT>(before + skipped, after + skipped, x + place, b, c, decay, rates + skipped, steps + place, ahead,
+                             num_columns, out + place);
   }
+}
+
+void scan(const RuleCall& call, int64_t row, int64_t matrix, const float* before, float* after) {
+  (call.num_decays > 1 ? scan_matrix<true> : scan_matrix<false>)(call, row, matrix, before, after);
 }
 
 }  // namespace

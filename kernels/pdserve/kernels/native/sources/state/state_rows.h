@@ -43,7 +43,7 @@ struct RuleCall {
   StatePool pool;
   // Each head has `per_head` matrices [matrix_rows, matrix_columns], from `first` of its state on.
   int64_t first, per_head, matrix_rows, matrix_columns;
-  // Of a matrix: 1, or in the delta rule matrix_rows, at most MAX_DECAYS
+  // Of a matrix: 1, or in the delta rule matrix_rows, at most MAX_DECAYS, or in the scan matrix_rows * matrix_columns
   int64_t num_decays;
   // Vectors, or numbers, of matrix m for a step's row r: inputs[i] + r * row_strides[i] + m * strides[i]
   const float* inputs[MAX_RULE_INPUTS];
@@ -59,6 +59,7 @@ struct StateLevel {
   // Each changes a matrix of a row. before: its first number, null for zeros; after: null for padding.
   //   delta: inputs query, key [matrix_rows], value [matrix_columns], decay (its logarithm) [num_decays], beta; out [matrix_columns]
   void (*delta)(const RuleCall& call, int64_t row, int64_t matrix, const float* before, float* after);
-  //   scan: inputs x [matrix_rows], b, c [matrix_columns], decay (its logarithm); out [matrix_rows]
+  //   scan: inputs x [matrix_rows], b, c [matrix_columns], rates [num_decays], steps, 1 or [matrix_rows], with decays
+  //   exp(steps * rates); out [matrix_rows]
   void (*scan)(const RuleCall& call, int64_t row, int64_t matrix, const float* before, float* after);
 };
