@@ -1,4 +1,4 @@
-"""States in Triton kernels: steps of decode rows change their states in the pool, chunks are torch operations."""
+"""States in Triton kernels: decode rows and chunks change their states in the pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pdserve.kernels.state.in_place_plan import InPlacePlan
 from pdserve.kernels.state.recurrence import Recurrence
 from pdserve.kernels.state.state_backend import StateBackend, StatePlan
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
-from pdserve.kernels.triton.state_steps import RowStates, convolve_rows, delta_rows, scan_rows
+from pdserve.kernels.triton.pooled_states import PooledStates
+from pdserve.kernels.triton.state_chunks import delta_chunks, scan_chunks
+from pdserve.kernels.triton.state_columns import convolve
+from pdserve.kernels.triton.state_steps import delta_rows, scan_rows
 
 
 class TritonStateBackend(StateBackend):
@@ -38,7 +41,7 @@ class TritonStateBackend(StateBackend):
 
 
 class TritonStatePlan(InPlacePlan):
-    """Decode rows in kernels, one launch per call."""
+    """Launches of its own for decode rows and for chunks."""
 
     def __init__(self, batch: AttentionBatch, states: Tensor, block_size: int, backend: TritonStateBackend) -> None:
         super().__init__(batch, states, block_size)
@@ -47,14 +50,17 @@ class TritonStatePlan(InPlacePlan):
     def _of(self, batch: AttentionBatch) -> StatePlan:
         return TritonStatePlan(batch, self._states, self._block_size, self._backend)
 
+    def _pooled(self, layer: int) -> PooledStates:
+        starts, longest = self._batch.query_start_loc, self._batch.max_query_len
+        return PooledStates(self._states, self._blocks, starts, self.num_decodes, longest, layer)
+
     def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
         return conv.weight.is_contiguous()
 
-    def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
-        rows = RowStates(self._states, self._blocks, layer)
-        convolve_rows(rows, conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
+    def _convolve(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
+        convolve(self._pooled(layer), conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
 
-    def _recur_rows(
+    def _recur(
         self,
         layer: int,
         recurrence: Recurrence,
@@ -63,6 +69,9 @@ class TritonStatePlan(InPlacePlan):
         shape: tuple[int, int],
         out: Tensor,
     ) -> None:
-        rows = RowStates(self._states, self._blocks, layer)
-        launch = delta_rows if recurrence == DELTA_RULE else scan_rows
-        launch(rows, tokens, first, shape, out, self._backend.configs)
+        of_rows, of_chunks = (delta_rows, delta_chunks) if recurrence == DELTA_RULE else (scan_rows, scan_chunks)
+        pooled = self._pooled(layer)
+        if pooled.num_decodes:
+            of_rows(pooled, tokens, first, shape, out, self._backend.configs)
+        if pooled.num_chunks:
+            of_chunks(pooled, tokens, first, shape, out, self._backend.configs)
