@@ -34,7 +34,7 @@ LENS = {
     "a padded chunk": [(1, 0), (3, 7), (2, 0)],
 }
 """Query tokens and tokens in all of each sequence."""
-STRONG = 1e5
+STRONG = 5e3
 """Of strong decays; sums of them in float32 say nothing of the others."""
 NextState = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """A state `[M, ...]` in float64 and a token's number -> the state after it, and its result `[M, ...]`."""
@@ -120,7 +120,7 @@ class StateContract(abc.ABC):
     def decays(self, *shape: int, strength: float) -> Tensor:
         """Logarithms, a half of which is `strength` times as large as the others."""
         weak = -self.rows(*shape).abs()
-        return torch.where(torch.rand(shape, device=self.device) < 0.5, weak, 0.05 * strength * weak)
+        return torch.where(torch.rand(shape, device=self.device) < 0.5, weak, strength * weak)
 
     def _check_pool(self, step: Step, before: Tensor, written: dict[int, Tensor], place: slice) -> None:
         """written: block -> its numbers in `place`, `[H, n]`; all others are as they were."""
