@@ -31,6 +31,7 @@ STAGES = (
     Stage("decode_attention", 75, "bytes per second against those of a copy"),
     Stage("prefill_attention", 50, "operations per second against cuDNN's and flash attention's"),
     Stage("layer_ops", 90, "bytes per second against those of a copy"),
+    Stage("states", 45, "chunks of prompts through states in kernels, next to torch operations"),
     Stage("decode_step", 90, "a step of Llama 3.1 8B's shape against the time that its bytes take"),
     Stage("graphs", 45, "decode steps replayed from CUDA graphs against eager ones, bit for bit"),
     Stage("nixl_copies", 40, "device to device between two processes, against a copy", launches=False),

@@ -28,9 +28,14 @@ LENS = {
     "sixteen": [(1, length) for length in range(1, 17)],
     "tokens and chunks": [(1, 9), (1, 1), (1, 4), (5, 5), (3, 10)],
     "chunks": [(2, 2), (7, 8)],
+    "chunks that begin and end anywhere in a block": [(5, 9), (5, 10), (5, 11), (5, 12), (6, 6)],
+    "a long chunk": [(1, 3), (19, 23)],
     "padding": [(1, 6), (1, 0), (1, 3), (1, 0)],
+    "a padded chunk": [(1, 0), (3, 7), (2, 0)],
 }
 """Query tokens and tokens in all of each sequence."""
+STRONG = 5e3
+"""Of strong decays; sums of them in float32 say nothing of the others."""
 NextState = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """A state `[M, ...]` in float64 and a token's number -> the state after it, and its result `[M, ...]`."""
 
@@ -111,6 +116,11 @@ class StateContract(abc.ABC):
         held = torch.full((shape[0], inner + 24), torch.nan, dtype=dtype)
         held[:, :inner] = torch.randn(shape[0], inner)
         return held.to(self.device)[:, :inner].unflatten(1, shape[1:])
+
+    def decays(self, *shape: int, strength: float) -> Tensor:
+        """Logarithms, a half of which is `strength` times as large as the others."""
+        weak = -self.rows(*shape).abs()
+        return torch.where(torch.rand(shape, device=self.device) < 0.5, weak, strength * weak)
 
     def _check_pool(self, step: Step, before: Tensor, written: dict[int, Tensor], place: slice) -> None:
         """written: block -> its numbers in `place`, `[H, n]`; all others are as they were."""
@@ -200,16 +210,29 @@ class StateContract(abc.ABC):
         [(1, 1, (1, 1)), (2, 3, (8, 5)), (3, 1, (7, 64)), (2, 2, (33, 16)), (1, 2, (24, 128)), (3, 2, (3, 100))],
         ids=str,
     )
-    @pytest.mark.parametrize("by_row", [False, True], ids=["a decay per head", "per row"])
+    @pytest.mark.parametrize(
+        ("by_row", "strength"),
+        [(False, 1.0), (True, 1.0), (False, STRONG), (True, STRONG)],
+        ids=["a decay per head", "per row", "strong, per head", "strong, per row"],
+    )
     def test_delta_rule(
-        self, lens: Sequence[tuple[int, int]], num_heads: int, per_head: int, shape: tuple[int, int], by_row: bool
+        self,
+        lens: Sequence[tuple[int, int]],
+        num_heads: int,
+        per_head: int,
+        shape: tuple[int, int],
+        by_row: bool,
+        strength: float,
     ) -> None:
+        """Matrices of a state with one head have one key and one query."""
         first, num = 5, num_heads * per_head
         step = self.step(lens, num_heads, first + per_head * shape[0] * shape[1] + 2)
         key = self.rows(step.num_tokens, num, shape[0])
         key = key / key.norm(dim=-1, keepdim=True)
         query, value = self.rows(step.num_tokens, num, shape[0]), self.rows(step.num_tokens, num, shape[1])
-        decay = -self.rows(step.num_tokens, num, shape[0] if by_row else 1).abs()
+        if num_heads == 1:
+            key, query = (each[:, :1].expand(-1, num, -1) for each in (key, query))
+        decay = self.decays(step.num_tokens, num, shape[0] if by_row else 1, strength=strength)
         beta = self.rows(step.num_tokens, num).sigmoid()
 
         def next_state(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
@@ -231,16 +254,24 @@ class StateContract(abc.ABC):
         ids=str,
     )
     @pytest.mark.parametrize("by_element", [False, True], ids=["a decay per head", "per element"])
+    @pytest.mark.parametrize("strength", [1.0, STRONG], ids=["decays", "strong decays"])
     def test_selective_scan(
-        self, lens: Sequence[tuple[int, int]], num_heads: int, per_head: int, shape: tuple[int, int], by_element: bool
+        self,
+        lens: Sequence[tuple[int, int]],
+        num_heads: int,
+        per_head: int,
+        shape: tuple[int, int],
+        by_element: bool,
+        strength: float,
     ) -> None:
-        """With decays of elements, all matrices have the same b and c, as in Mamba."""
+        """With decays of elements, as in Mamba, and where a state has one head, all matrices have the same b and c."""
         first, num = 3, num_heads * per_head
         step = self.step(lens, num_heads, first + per_head * shape[0] * shape[1] + 1)
         x = self.rows(step.num_tokens, num, shape[0])
-        b, c = (self.rows(step.num_tokens, 1 if by_element else num, shape[1]).expand(-1, num, -1) for _ in range(2))
+        num_vectors = 1 if by_element or num_heads == 1 else num
+        b, c = (self.rows(step.num_tokens, num_vectors, shape[1]).expand(-1, num, -1) for _ in range(2))
         rates = -torch.rand(num, *(shape if by_element else (1, 1))).to(self.device) - 0.1
-        steps = self.rows(step.num_tokens, num, rates.shape[1]).abs()
+        steps = -self.decays(step.num_tokens, num, rates.shape[1], strength=strength)
 
         def next_state(state: Tensor, token: int) -> tuple[Tensor, Tensor]:
             own, added, read, length = (each[token].cpu().double() for each in (x, b, c, steps))

@@ -61,7 +61,7 @@ class Step:
             query_lens=lens,
             seq_lens=np.array([self.context[index] for index in chosen], np.int64) + lens,
             block_tables=self.tables[list(chosen)],
-            device=torch.device("cpu"),
+            device=torch.get_default_device(),
             tentative=tentative,
         )
 
@@ -97,7 +97,7 @@ def tokens_of(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["torch", "native"])
 @pytest.mark.parametrize("seed", range(20))
 def test_states_are_those_of_the_tokens_that_stand(seed: int, name: str) -> None:
-    """name: of the back end that has tentative sequences.."""
+    """name: of the back end that has tentative sequences. Tensors are on the default device."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     step = drawn_step(draw)

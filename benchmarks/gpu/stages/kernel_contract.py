@@ -1,4 +1,4 @@
-"""The contract suites of attention and layer operations, and the tests of devices, with compiled kernels on the GPU."""
+"""The contract suites of attention, states and layer operations, and the tests of devices, with compiled kernels on the GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gpu.carried import ROOT
 FILES = (
     "tests/kernels/triton/test_triton_attention.py", "tests/kernels/triton/test_triton_layer_ops.py",
     "tests/kernels/triton/test_triton_lora.py", "tests/kernels/triton/test_two_part_prefill.py",
+    "tests/kernels/triton/test_triton_states.py",
     "tests/kernels/triton/test_triton_experts.py", "tests/kernels/triton/test_sample_tokens.py",
     "tests/kernels/triton/test_engine_with_kernels.py", "tests/kernels/triton/test_engine_with_triton.py",
     "tests/kernels/test_make_attention.py", "tests/kernels/test_make_layer_ops.py", "tests/models/test_devices.py",

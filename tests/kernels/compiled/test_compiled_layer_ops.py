@@ -28,9 +28,12 @@ from pdserve.kernels.triton.grouped_linear import TritonGroupedLinear
 from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs
 from pdserve.kernels.triton.lora_products import add_lora, column_tiles
 from pdserve.kernels.triton.move_blocks import move_blocks
+from pdserve.kernels.triton.pooled_states import PooledStates
 from pdserve.kernels.triton.rotate_and_store import rotate_and_store
 from pdserve.kernels.triton.sample_tokens import SamplingLaunches
-from pdserve.kernels.triton.state_steps import RowStates, convolve_rows, delta_rows, scan_rows
+from pdserve.kernels.triton.state_chunks import delta_chunks, scan_chunks
+from pdserve.kernels.triton.state_columns import convolve
+from pdserve.kernels.triton.state_steps import delta_rows, scan_rows
 from pdserve.kernels.triton.swiglu import swiglu
 from tests.support.kernels.compiled_kernels import SHARED_BYTES, TARGETS, compile_launch, recorded_launches
 from tests.support.kernels.sampled_rows import metadata
@@ -135,24 +138,24 @@ def experts_in_groups(count: int, configs: LaunchConfigs, **form: Any) -> None:
     grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
 
 
-def row_states(num_heads: int, head_size: int) -> RowStates:
-    """64 rows; the pool has above 2^31 numbers."""
+def pooled_states(num_heads: int, head_size: int) -> PooledStates:
+    """60 decode rows and 4 chunks, together 1,084 rows; the pool has above 2^31 numbers."""
     states = made(1 << 14, num_heads, 32, head_size, dtype=torch.float32)
-    return RowStates(states, made(2, 64, dtype=torch.int64), 3)
+    blocks, starts = (made(*shape, dtype=torch.int64) for shape in ((2, 64), (65,)))
+    return PooledStates(states, blocks, starts, num_decodes=60, longest=500, layer=3)
 
 
 def convolved(num_heads: int, num_channels: int, configs: LaunchConfigs, *, dtype: torch.dtype = BF16) -> None:
     total = num_heads * num_channels
     conv = CausalConv(made(total, 4, dtype=dtype), made(total, dtype=dtype), [ColumnPart(num_channels)], has_silu=True)
-    columns, out = (made(64, total, dtype=dtype) for _ in range(2))
-    convolve_rows(
-        row_states(num_heads, conv.num_kept), conv, made(num_heads, 5, dtype=torch.int64), columns, out, configs
-    )
+    columns, out = (made(1084, total, dtype=dtype) for _ in range(2))
+    runs = made(num_heads, 5, dtype=torch.int64)
+    convolve(pooled_states(num_heads, conv.num_kept), conv, runs, columns, out, configs)
 
 
 def tokens_of(num_matrices: int, *sizes: int) -> list[Tensor]:
     """size 1: a number."""
-    shapes = [(64, num_matrices, size) if size > 1 else (64, num_matrices) for size in sizes]
+    shapes = [(1084, num_matrices, size) if size > 1 else (1084, num_matrices) for size in sizes]
     return [made(*shape, dtype=torch.float32) for shape in shapes]
 
 
@@ -160,16 +163,18 @@ def delta_ruled(
     num_heads: int, per_head: int, shape: tuple[int, int], configs: LaunchConfigs, *, num_decays: int = 1
 ) -> None:
     num = num_heads * per_head
-    rows = row_states(num_heads, 64 + per_head * shape[0] * shape[1])
+    pooled = pooled_states(num_heads, 64 + per_head * shape[0] * shape[1])
     tokens = tokens_of(num, shape[0], shape[0], shape[1], num_decays, 1)
-    delta_rows(rows, tokens, 64, shape, made(64, num, shape[1], dtype=torch.float32), configs)
+    for launch in (delta_rows, delta_chunks):
+        launch(pooled, tokens, 64, shape, made(1084, num, shape[1], dtype=torch.float32), configs)
 
 
 def scanned(num_heads: int, per_head: int, shape: tuple[int, int], configs: LaunchConfigs) -> None:
     num = num_heads * per_head
-    rows = row_states(num_heads, 64 + per_head * shape[0] * shape[1])
+    pooled = pooled_states(num_heads, 64 + per_head * shape[0] * shape[1])
     tokens = tokens_of(num, shape[0], shape[1], shape[1], 1)
-    scan_rows(rows, tokens, 64, shape, made(64, num, shape[0], dtype=torch.float32), configs)
+    for launch in (scan_rows, scan_chunks):
+        launch(pooled, tokens, 64, shape, made(1084, num, shape[0], dtype=torch.float32), configs)
 
 
 ROUNDED: dict[str, Any] = {"bits": 8, "is_float": True, "rounds_inputs": True}
@@ -225,7 +230,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     # an argument that is 1 is a constant for the compiler
     "one row with top_p": lambda configs: sampled(1, configs, top_p=0.9),
 }
-NARROW = {"choose", "choose_again", "chain_sums", "round_inputs", "convolve_columns"}
+NARROW = {"choose", "choose_again", "chain_sums", "round_inputs", "keep_columns", "convolve_tokens"}
 """Kernels that read a few numbers per thread."""
 NARROW_CASES = {"w8a16 in groups of 16"}
 """Of which a row of a tile has 16 bytes."""

@@ -19,7 +19,7 @@ from pdserve.kernels.lora.lora_linear import LoraOps
 from pdserve.kernels.state.state_backend import StateBackend
 from tests.kernels.layer_ops_contract import LayerOpsContract
 from tests.kernels.lora_contract import MAX_LORAS, LoraContract
-from tests.kernels.state_contract import BLOCK_SIZE, StateContract
+from tests.kernels.state_contract import BLOCK_SIZE, STRONG, StateContract
 from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers, check_stored_rows
 from tests.support.kernels.attention_cases import check_step, make_case, make_spec
 from tests.support.kernels.seeded_kernels import Copies, SeededError, copied_kernels
@@ -130,8 +130,21 @@ SEQUENCES = [(1, 5), (1, 8), (1, 1), (1, 0)]
 CONVOLVED = states(
     lambda contract: contract.test_convolve(SEQUENCES, torch.float32, 4, 33, 4, [0, 0, 1, 1], True, True)
 )
-DELTA_RULED = states(lambda contract: contract.test_delta_rule(SEQUENCES, 2, 3, (8, 5), by_row=True))
-SCANNED = states(lambda contract: contract.test_selective_scan(SEQUENCES, 2, 3, (5, 8), by_element=False))
+DELTA_RULED = states(lambda contract: contract.test_delta_rule(SEQUENCES, 2, 3, (8, 5), by_row=True, strength=1.0))
+SCANNED = states(lambda contract: contract.test_selective_scan(SEQUENCES, 2, 3, (5, 8), by_element=False, strength=1.0))
+STATE_CHUNKS = [(1, 5), (1, 2), (11, 14), (9, 9), (2, 0)]
+CHUNKS_CONVOLVED = states(
+    lambda contract: contract.test_convolve(STATE_CHUNKS, torch.float32, 4, 33, 4, [0, 0, 1, 1], True, True)
+)
+CHUNKS_CORRECTED = states(
+    lambda contract: contract.test_delta_rule(STATE_CHUNKS, 2, 1, (8, 5), by_row=False, strength=STRONG)
+)
+CHUNKS_CORRECTED_BY_ROW = states(
+    lambda contract: contract.test_delta_rule(STATE_CHUNKS, 2, 1, (8, 5), by_row=True, strength=1.0)
+)
+CHUNKS_SCANNED = states(
+    lambda contract: contract.test_selective_scan(STATE_CHUNKS, 2, 3, (5, 8), by_element=False, strength=1.0)
+)
 CHECKS = {
     "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "chunked": CHUNKED, "capped": CAPPED, "sunk": SUNK,
     "biased": BIASED, "seven": SEVEN,
@@ -139,6 +152,8 @@ CHECKS = {
     "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
     "adapted": ADAPTED, "convolved": CONVOLVED, "delta-ruled": DELTA_RULED, "scanned": SCANNED,
+    "chunks convolved": CHUNKS_CONVOLVED, "chunks corrected": CHUNKS_CORRECTED,
+    "chunks corrected by row": CHUNKS_CORRECTED_BY_ROW, "chunks scanned": CHUNKS_SCANNED,
 }  # fmt: skip
 
 DECODE, PREFILL, TILE, STORE = (
@@ -267,9 +282,9 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
         SeededError("lora_products.py", "b_rows = b + (slot * MAX_RANK", "b_rows = b + ((slot ^ 1) * MAX_RANK"), ADAPTED, WRONG),
     # states
     "two heads write the channels of their group": (
-        SeededError("state_steps.py", "if tl.load(run + 4) == 1:", "if True:"), CONVOLVED, Race),
+        SeededError("state_columns.py", "if tl.load(run + 4) == 1:", "if True:"), CONVOLVED, Race),
     "a column kept in its old place": (
-        SeededError("state_steps.py", "to = states + after * block_stride + kept - 1", "to = states + after * block_stride + kept"),
+        SeededError("state_columns.py", "kept + tap - 1", "kept + tap"),
         CONVOLVED, (OutOfBounds, Race, WRONG)),
     "a state before the first token": (
         SeededError("state_steps.py", "mask=here & (before >= 0), other=0.0)", "mask=here, other=0.0)", 2),
@@ -283,6 +298,45 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "the state before overwritten": (
         SeededError("state_steps.py", "tl.store(states + after * block_stride + numbers, state, mask",
                     "tl.store(states + tl.maximum(before, 0) * block_stride + numbers, state, mask", 2), SCANNED, (Race, WRONG)),
+    # chunks of states
+    "columns before a chunk that are one too early": (
+        SeededError("state_columns.py", "tl.load(kept + token + tap,", "tl.load(kept + token + tap - 1,"),
+        CHUNKS_CONVOLVED, (OutOfBounds, WRONG)),
+    "a column of the sequence before": (
+        SeededError("state_columns.py", "mask=here & (number >= 0), other", "mask=here, other"),
+        CHUNKS_CONVOLVED, (OutOfBounds, WRONG)),
+    "columns kept of the chunk's beginning": (
+        SeededError("state_columns.py", "row = stop - TAPS + tap", "row = first - TAPS + 1 + tap"), CHUNKS_CONVOLVED, WRONG),
+    "a token that does not read itself": (
+        SeededError("state_chunks.py", "tl.where(i >= j, reads, 0.0)", "tl.where(i > j, reads, 0.0)"), CHUNKS_SCANNED, WRONG),
+    "decays as differences of sums": (
+        SeededError("state_chunks.py", "tl.exp(tl.cumsum(tl.where(i > j, logs[:, None], 0.0), 0))",
+                    "tl.exp(tl.minimum(tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :], 0.0))"),
+        CHUNKS_CORRECTED, WRONG),
+    "a decay of the token itself": (
+        SeededError("state_chunks.py", "(first + place + 1) * decay_row + n", "(first + place) * decay_row + n"),
+        CHUNKS_CORRECTED_BY_ROW, WRONG),
+    "a correction without its strength": (
+        SeededError("state_chunks.py", "rows * strength[None, :]", "rows"), CHUNKS_CORRECTED, WRONG),
+    "corrections that do not correct each other": (
+        SeededError("state_chunks.py", "for place in range(1, BLOCK_T):", "for place in range(1, 2):"), CHUNKS_CORRECTED, WRONG),
+    "a tile with the next sequence's token": (
+        SeededError("state_chunks.py", "stop = tl.load(starts + sequence + 1)", "stop = tl.load(starts + sequence + 1) + 1", 2),
+        CHUNKS_SCANNED, (OutOfBounds, Race, WRONG)),
+    "a state that does not decay from tile to tile": (
+        SeededError("state_chunks.py", "update, state * every,", "update, state,"), CHUNKS_SCANNED, WRONG),
+    "a token that does not decay to the tile's end": (
+        SeededError("state_chunks.py", "tl.trans(k * left)", "tl.trans(k)"), CHUNKS_CORRECTED_BY_ROW, WRONG),
+    "a state before a chunk without context": (
+        SeededError("state_chunks.py", "mask=here & (before >= 0), other=0.0)", "mask=here, other=0.0)"),
+        CHUNKS_SCANNED, (OutOfBounds, WRONG)),
+    "a padded chunk that is written": (
+        SeededError("state_chunks.py", "state, mask=here & (after >= 0))", "state, mask=here)"),
+        CHUNKS_SCANNED, (OutOfBounds, WRONG)),
+    "keys taken for values": (
+        SeededError("state_chunks.py", "n[:, None] * from_key + v[None, :] * from_value",
+                    "n[:, None] * from_value + v[None, :] * from_key"),
+        CHUNKS_SCANNED, (OutOfBounds, Race, WRONG)),
 }  # fmt: skip
 FAST = {"a load without its mask", "rows of a tile's end belong to the next tile", "a slot behind the last token"}
 """The part of `make test`."""

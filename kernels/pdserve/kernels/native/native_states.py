@@ -79,7 +79,7 @@ class NativeStateBackend(StateBackend):
 
 
 class NativeStatePlan(InPlacePlan):
-    """Decode rows in C++."""
+    """Decode rows in C++, and chunks in torch operations; steps without decode rows are torch operations."""
 
     def __init__(self, batch: AttentionBatch, states: Tensor, block_size: int, backend: NativeStateBackend) -> None:
         """Raises: ValueError for a block number outside the cache."""
@@ -88,7 +88,9 @@ class NativeStatePlan(InPlacePlan):
         if not torch.equal(is_inside, self._is_used):
             raise ValueError(f"block_tables names a block outside the cache of {len(states)} blocks")
         self._backend = backend
-        self._pool = backend.pool_of(self._blocks)
+        num = self.num_decodes
+        self._pool = backend.pool_of(self._blocks[:, :num])
+        self._chunk_plan = StatePlan(batch, states, block_size, num) if num and self.chunks else None
 
     def _of(self, batch: AttentionBatch) -> StatePlan:
         return NativeStatePlan(batch, self._states, self._block_size, self._backend)
@@ -96,14 +98,15 @@ class NativeStatePlan(InPlacePlan):
     def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
         weight, bias = conv.weight, conv.bias
         return (
-            columns.dtype in NATIVE_DTYPES
+            self.num_decodes > 0
+            and columns.dtype in NATIVE_DTYPES
             and weight.dtype is columns.dtype
             and weight.is_contiguous()
             and weight.shape[1] <= _MAX_TAPS
             and (bias is None or (bias.dtype is columns.dtype and bias.is_contiguous()))
         )
 
-    def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
+    def _convolve(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
         weight, runs = conv.weight, self._backend.runs_of(conv)
         self._pool.layer = layer
         call = ConvCall(
@@ -113,13 +116,16 @@ class NativeStatePlan(InPlacePlan):
             runs=runs.ctypes.data, num_runs=len(runs),
         )  # fmt: skip
         self._backend.convolve(call)
+        if self._chunk_plan is not None:
+            num = self.num_decodes
+            out[num:] = self._chunk_plan.convolve(layer, conv, columns[num:])
 
     def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
-        if not super()._can_recur(recurrence, tokens):
+        if not self.num_decodes or not super()._can_recur(recurrence, tokens):
             return False
         return recurrence == SELECTIVE_SCAN or num_decays(tokens) <= _MAX_DECAYS
 
-    def _recur_rows(
+    def _recur(
         self,
         layer: int,
         recurrence: Recurrence,
@@ -136,3 +142,7 @@ class NativeStatePlan(InPlacePlan):
             strides=(c_int64 * 5)(*(each.stride(1) for each in tokens)), out=out.data_ptr(),
         )  # fmt: skip
         self._backend.change(call, _RULES[recurrence])
+        if self._chunk_plan is not None:
+            num = self.num_decodes
+            rest = [each[num:] for each in tokens]
+            out[num:] = self._chunk_plan.recur(layer, recurrence, rest, first, shape)

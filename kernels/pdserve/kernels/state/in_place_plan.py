@@ -1,4 +1,4 @@
-"""`InPlacePlan`: what plans have in common that change the states of decode rows in the pool."""
+"""`InPlacePlan`: what plans have in common that change states in the pool."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ def _is_dense(tokens: Tensor, size: tuple[int, ...]) -> bool:
 
 
 class InPlacePlan(StatePlan, abc.ABC):
-    """A `StatePlan` of decode rows in kernels, and of chunks, which come after them, in torch operations."""
+    """A `StatePlan` whose decode rows, and after them chunks, go through kernels of their own."""
 
     def __init__(self, batch: AttentionBatch, states: Tensor, block_size: int) -> None:
         super().__init__(batch, states, block_size)
-        num = self.num_decodes
         self._num_tokens = len(batch.slot_mapping)
-        self._chunk_plan = StatePlan(batch, states, block_size, num) if self.chunks else None
-        self._is_used = torch.stack((self.has_context[:num], batch.seq_lens[:num] > 0))
-        """`[2, num_decodes]`: the sequence has a state before the step, and after it."""
-        self._blocks = torch.stack((self._before[:num], self._after[:num])).masked_fill_(~self._is_used, -1)
-        """`[2, num_decodes]` int64: blocks of the states before and after the step; -1: none before, or padding."""
+        is_written = torch.ones_like(self.has_context)
+        if self._written is not None:
+            is_written = torch.zeros_like(is_written).index_fill_(0, self._written, True)
+        self._is_used = torch.stack((self.has_context, is_written))
+        """`[2, B]`: the sequence has a state before the step, and the step writes the one after it."""
+        self._blocks = torch.stack((self._before, self._after)).masked_fill_(~self._is_used, -1)
+        """`[2, B]` int64: blocks of the states before and after the step; -1: none before, or none is written."""
 
     @abc.abstractmethod
     def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
@@ -59,11 +60,11 @@ class InPlacePlan(StatePlan, abc.ABC):
         return recurrence in (DELTA_RULE, SELECTIVE_SCAN)
 
     @abc.abstractmethod
-    def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
-        """`convolve` for the decode rows, into the first rows of out. Numbers of a row are adjacent in both."""
+    def _convolve(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
+        """`convolve`, into out. Numbers of a row are adjacent in both."""
 
     @abc.abstractmethod
-    def _recur_rows(
+    def _recur(
         self,
         layer: int,
         recurrence: Recurrence,
@@ -72,27 +73,23 @@ class InPlacePlan(StatePlan, abc.ABC):
         shape: tuple[int, int],
         out: Tensor,
     ) -> None:
-        """`recur` for the decode rows, into the first rows of out, contiguous. What tokens have of a matrix is adjacent."""
+        """`recur`, into out, contiguous. What tokens have of a matrix is adjacent."""
 
     def convolve(self, layer: int, conv: CausalConv, columns: Tensor) -> Tensor:
-        num = self.num_decodes
-        if not num or not self._can_convolve(conv, columns):
+        if not self._can_convolve(conv, columns):
             return super().convolve(layer, conv, columns)
         self._check(layer, columns)
         if columns.shape[1] != conv.weight.shape[0]:
             raise ValueError(f"columns {tuple(columns.shape)} in a convolution of {conv.weight.shape[0]} channels")
         columns = columns if columns.stride(1) == 1 else columns.contiguous()
         out = torch.empty(columns.shape, dtype=columns.dtype, device=columns.device)
-        self._convolve_rows(layer, conv, columns, out)
-        if self._chunk_plan is not None:
-            out[num:] = self._chunk_plan.convolve(layer, conv, columns[num:])
+        self._convolve(layer, conv, columns, out)
         return out
 
     def recur(
         self, layer: int, recurrence: Recurrence, tokens: Sequence[Tensor], first: int, shape: tuple[int, int]
     ) -> Tensor:
-        num = self.num_decodes
-        if not num or not self._can_recur(recurrence, tokens):
+        if not self._can_recur(recurrence, tokens):
             return super().recur(layer, recurrence, tokens, first, shape)
         like = tokens[recurrence.like]
         self._check(layer, like)
@@ -111,10 +108,7 @@ class InPlacePlan(StatePlan, abc.ABC):
             each if _is_dense(each, size) else each.contiguous() for each, size in zip(tokens, sizes, strict=True)
         ]
         out = torch.empty(like.shape, device=like.device)
-        self._recur_rows(layer, recurrence, tokens, first, shape, out)
-        if self._chunk_plan is not None:
-            rest = [each[num:] for each in tokens]
-            out[num:] = self._chunk_plan.recur(layer, recurrence, rest, first, shape)
+        self._recur(layer, recurrence, tokens, first, shape, out)
         return out
 
     def _check(self, layer: int, tokens: Tensor) -> None:

@@ -82,11 +82,18 @@ class LaunchConfigs:
     """Outputs per program that sums parts."""
     sum_warps: int = 4
     conv_channels: int = 128
-    """Channels per program of a step of convolutions with states."""
+    """Channels per program of convolutions with states."""
+    conv_tokens: int = 16
+    """Tokens of a chunk per program of these."""
     conv_warps: int = 4
     state_numbers: int = 4096
     """Numbers of a state's matrix per program."""
     state_warps: int = 4
+    chunk_numbers: int = 4096
+    """Numbers of a state's matrix that a program takes through a chunk, about."""
+    chunk_tokens: int = 16
+    """Tokens that it takes at once; at least 16."""
+    chunk_warps: int = 8
     max_registers: int | None = 255
     """See `register_limit`."""
 
@@ -119,6 +126,7 @@ TABLE = {
         sum_warps=2,
         conv_warps=2,
         state_warps=2,
+        chunk_warps=4,
         max_registers=None,
     ),
     # tiles so small that tests with few numbers need several
@@ -147,7 +155,10 @@ TABLE = {
         float8_columns=32,
         sum_columns=32,
         conv_channels=16,
+        conv_tokens=4,
         state_numbers=256,
+        chunk_numbers=256,
+        chunk_tokens=4,
         max_registers=None,
     ),
 }

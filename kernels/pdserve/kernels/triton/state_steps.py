@@ -1,83 +1,22 @@
-"""Steps of states in a pool, one token per row: a convolution, the gated delta rule and the selective scan."""
+"""Steps of states in a pool, one token per row: the gated delta rule and the selective scan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.state.causal_conv import CausalConv
 from pdserve.kernels.state.in_place_plan import num_decays
 from pdserve.kernels.triton.launch_configs import LaunchConfigs
+from pdserve.kernels.triton.pooled_states import PooledStates
 
 
-@dataclass(frozen=True, slots=True)
-class RowStates:
-    """The states of one layer, and where a step's rows have theirs."""
-
-    states: Tensor
-    """`[num_blocks, H, L, N]` float32, contiguous."""
-    blocks: Tensor
-    """`[2, rows]` int64, contiguous: see `InPlacePlan`."""
-    layer: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.blocks.shape[1]
-
-
-@triton.jit(do_not_specialize=["layer", "num_rows"])
-def convolve_columns(
-    states, blocks, columns, weight, bias, out, runs,
-    block_stride, head_stride, layer_stride, layer, num_rows, columns_stride, out_stride,
-    TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
-    """BLOCK channels of a run of one row: convolve its column after those that the state before has, and keep the last ones.
-
-    runs: of `column_runs`. Programs (row, run, block of channels). Reference: `CausalConv.apply`.
-    """
-    row = tl.program_id(0)
-    run = runs + tl.program_id(1) * 5
-    head, place, first, size = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
-    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    tap = tl.arange(0, WIDE)[None, :]
-    is_channel = channel < size
-    before, after = tl.load(blocks + row), tl.load(blocks + num_rows + row)
-    from_head = head * head_stride + layer.to(tl.int64) * layer_stride + place
-    kept = from_head + channel[:, None] * (TAPS - 1) + tap
-    is_kept = is_channel[:, None] & (tap < TAPS - 1)
-    known = tl.load(states + before * block_stride + kept, mask=is_kept & (before >= 0), other=0.0)
-    given = tl.load(columns + row.to(tl.int64) * columns_stride + first + channel, mask=is_channel, other=0.0).to(
-        tl.float32
-    )
-    # state before may be the one after, and its columns move from thread to thread
-    tl.debug_barrier()
-    to = states + after * block_stride + kept - 1
-    tl.store(to, known, mask=is_kept & (tap > 0) & (after >= 0))
-    last = states + after * block_stride + from_head + channel * (TAPS - 1) + TAPS - 2
-    tl.store(last, given, mask=is_channel & (after >= 0))
-    if tl.load(run + 4) == 1:
-        numbers = first + channel
-        at = weight + numbers[:, None] * TAPS + tap
-        factors = tl.load(at, mask=is_channel[:, None] & (tap < TAPS), other=0.0).to(tl.float32)
-        values = tl.where(tap == TAPS - 1, given[:, None], known)
-        sums = tl.sum(factors * values, 1)
-        if HAS_BIAS:
-            sums += tl.load(bias + numbers, mask=is_channel, other=0.0).to(tl.float32)
-        if SILU:
-            sums = sums.to(out.dtype.element_ty).to(tl.float32)
-            sums = sums / (1.0 + tl.exp(-sums))
-        sums = tl.where(after >= 0, sums, 0.0)
-        tl.store(out + row.to(tl.int64) * out_stride + numbers, sums.to(out.dtype.element_ty), mask=is_channel)
-
-
-@triton.jit(do_not_specialize=["layer", "num_rows"])
+@triton.jit(do_not_specialize=["layer", "num_sequences"])
 def delta_step(
     states, blocks, query, key, value, decay, beta, out,
-    block_stride, head_stride, layer_stride, layer, num_rows, first,
+    block_stride, head_stride, layer_stride, layer, num_sequences, first,
     query_row, query_matrix, key_row, key_matrix, value_row, value_matrix, decay_row, decay_matrix, beta_row, beta_matrix,
     PER_HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     DECAY_BY_ROW: tl.constexpr,
@@ -87,7 +26,7 @@ def delta_step(
     r = tl.arange(0, BLOCK_R)
     c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     here = (r < ROWS)[:, None] & (c < COLUMNS)[None, :]
-    before, after = tl.load(blocks + row), tl.load(blocks + num_rows + row)
+    before, after = tl.load(blocks + row), tl.load(blocks + num_sequences + row)
     numbers = (matrix // PER_HEAD) * head_stride + layer.to(tl.int64) * layer_stride + first
     numbers = numbers + (matrix % PER_HEAD) * ROWS * COLUMNS + r[:, None] * COLUMNS + c[None, :]
     state = tl.load(states + before * block_stride + numbers, mask=here & (before >= 0), other=0.0)
@@ -106,10 +45,10 @@ def delta_step(
     tl.store(out + (row * tl.num_programs(1) + matrix) * COLUMNS + c, found, mask=c < COLUMNS)
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows"])
+@triton.jit(do_not_specialize=["layer", "num_sequences"])
 def scan_step(
     states, blocks, x, b, c, decay, out,
-    block_stride, head_stride, layer_stride, layer, num_rows, first,
+    block_stride, head_stride, layer_stride, layer, num_sequences, first,
     x_row, x_matrix, b_row, b_matrix, c_row, c_matrix, decay_row, decay_matrix,
     PER_HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +57,7 @@ def scan_step(
     r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.arange(0, BLOCK_C)
     here = (r < ROWS)[:, None] & (n < COLUMNS)[None, :]
-    before, after = tl.load(blocks + row), tl.load(blocks + num_rows + row)
+    before, after = tl.load(blocks + row), tl.load(blocks + num_sequences + row)
     numbers = (matrix // PER_HEAD) * head_stride + layer.to(tl.int64) * layer_stride + first
     numbers = numbers + (matrix % PER_HEAD) * ROWS * COLUMNS + r[:, None] * COLUMNS + n[None, :]
     state = tl.load(states + before * block_stride + numbers, mask=here & (before >= 0), other=0.0)
@@ -131,49 +70,45 @@ def scan_step(
     tl.store(out + (row * tl.num_programs(1) + matrix) * ROWS + r, found, mask=r < ROWS)
 
 
-def convolve_rows(
-    rows: RowStates, conv: CausalConv, runs: Tensor, columns: Tensor, out: Tensor, configs: LaunchConfigs
-) -> None:
-    """One launch. runs: of `column_runs`, int64 on the device; columns and out `[>= rows, C]`, rows may be strided."""
-    strides, taps = rows.states.stride(), conv.weight.shape[1]
-    most = max(part.num_channels for part in conv.parts)
-    block = min(configs.conv_channels, triton.next_power_of_2(most))
-    convolve_columns[(rows.num_rows, len(runs), triton.cdiv(most, block))](
-        rows.states, rows.blocks, columns, conv.weight, conv.weight if conv.bias is None else conv.bias, out, runs,
-        *strides[:3], rows.layer, rows.num_rows, columns.stride(0), out.stride(0),
-        TAPS=taps, WIDE=triton.next_power_of_2(taps), BLOCK=block, HAS_BIAS=conv.bias is not None, SILU=conv.has_silu,
-        num_warps=configs.conv_warps, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
 def delta_rows(
-    rows: RowStates, tokens: Sequence[Tensor], first: int, shape: tuple[int, int], out: Tensor, configs: LaunchConfigs
+    pooled: PooledStates,
+    tokens: Sequence[Tensor],
+    first: int,
+    shape: tuple[int, int],
+    out: Tensor,
+    configs: LaunchConfigs,
 ) -> None:
-    """One launch. tokens: of `DELTA_RULE`, `[>= rows, M, ...]`; first, shape: see `StatePlan.recur`; out: contiguous."""
+    """One launch. tokens: of `DELTA_RULE`, `[T, M, ...]`; first, shape: see `StatePlan.recur`; out: contiguous."""
     num_matrices, high = out.shape[1], triton.next_power_of_2(shape[0])
     wide = min(triton.next_power_of_2(shape[1]), max(1, configs.state_numbers // high))
-    delta_step[(rows.num_rows, num_matrices, triton.cdiv(shape[1], wide))](
-        rows.states, rows.blocks, *tokens, out,
-        *rows.states.stride()[:3], rows.layer, rows.num_rows, first, *_strides(tokens),
-        PER_HEAD=num_matrices // rows.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
+    delta_step[(pooled.num_decodes, num_matrices, triton.cdiv(shape[1], wide))](
+        pooled.states, pooled.blocks, *tokens, out,
+        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, first, *strides_of(tokens),
+        PER_HEAD=num_matrices // pooled.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
         DECAY_BY_ROW=num_decays(tokens) > 1,
         num_warps=configs.state_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def scan_rows(
-    rows: RowStates, tokens: Sequence[Tensor], first: int, shape: tuple[int, int], out: Tensor, configs: LaunchConfigs
+    pooled: PooledStates,
+    tokens: Sequence[Tensor],
+    first: int,
+    shape: tuple[int, int],
+    out: Tensor,
+    configs: LaunchConfigs,
 ) -> None:
     """One launch. tokens: of `SELECTIVE_SCAN`; other arguments as of `delta_rows`."""
     num_matrices, wide = out.shape[1], triton.next_power_of_2(shape[1])
     high = min(triton.next_power_of_2(shape[0]), max(1, configs.state_numbers // wide))
-    scan_step[(rows.num_rows, num_matrices, triton.cdiv(shape[0], high))](
-        rows.states, rows.blocks, *tokens, out,
-        *rows.states.stride()[:3], rows.layer, rows.num_rows, first, *_strides(tokens),
-        PER_HEAD=num_matrices // rows.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
+    scan_step[(pooled.num_decodes, num_matrices, triton.cdiv(shape[0], high))](
+        pooled.states, pooled.blocks, *tokens, out,
+        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, first, *strides_of(tokens),
+        PER_HEAD=num_matrices // pooled.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
         num_warps=configs.state_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def _strides(tokens: Sequence[Tensor]) -> list[int]:
+def strides_of(tokens: Sequence[Tensor]) -> list[int]:
+    """From row to row and from matrix to matrix, of each."""
     return [stride for each in tokens for stride in each.stride()[:2]]

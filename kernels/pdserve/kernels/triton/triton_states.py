@@ -1,4 +1,4 @@
-"""States in Triton kernels: steps of decode rows change their states in the pool, chunks are torch operations."""
+"""States in Triton kernels: decode rows and chunks change their states in the pool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from pdserve.kernels.state.column_runs import column_runs
 from pdserve.kernels.state.delta_rule import DELTA_RULE
 from pdserve.kernels.state.in_place_plan import InPlacePlan, num_decays
 from pdserve.kernels.state.recurrence import Recurrence
+from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StateBackend, StatePlan
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
-from pdserve.kernels.triton.state_steps import RowStates, convolve_rows, delta_rows, scan_rows
+from pdserve.kernels.triton.pooled_states import PooledStates
+from pdserve.kernels.triton.state_chunks import delta_chunks, scan_chunks
+from pdserve.kernels.triton.state_columns import convolve
+from pdserve.kernels.triton.state_steps import delta_rows, scan_rows
 
 
 class TritonStateBackend(StateBackend):
@@ -38,7 +42,7 @@ class TritonStateBackend(StateBackend):
 
 
 class TritonStatePlan(InPlacePlan):
-    """Decode rows in kernels, one launch per call."""
+    """Launches of its own for decode rows and for chunks."""
 
     def __init__(self, batch: AttentionBatch, states: Tensor, block_size: int, backend: TritonStateBackend) -> None:
         super().__init__(batch, states, block_size)
@@ -47,18 +51,21 @@ class TritonStatePlan(InPlacePlan):
     def _of(self, batch: AttentionBatch) -> StatePlan:
         return TritonStatePlan(batch, self._states, self._block_size, self._backend)
 
+    def _pooled(self, layer: int) -> PooledStates:
+        starts, longest = self._batch.query_start_loc, self._batch.max_query_len
+        return PooledStates(self._states, self._blocks, starts, self.num_decodes, longest, layer)
+
     def _can_convolve(self, conv: CausalConv, columns: Tensor) -> bool:
         return conv.weight.is_contiguous()
 
-    def _convolve_rows(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
-        rows = RowStates(self._states, self._blocks, layer)
-        convolve_rows(rows, conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
+    def _convolve(self, layer: int, conv: CausalConv, columns: Tensor, out: Tensor) -> None:
+        convolve(self._pooled(layer), conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
 
     def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
-        # the kernel of the scan has one decay per matrix
+        # kernels of the scan have one decay per matrix
         return super()._can_recur(recurrence, tokens) and (recurrence == DELTA_RULE or num_decays(tokens) == 1)
 
-    def _recur_rows(
+    def _recur(
         self,
         layer: int,
         recurrence: Recurrence,
@@ -67,10 +74,12 @@ class TritonStatePlan(InPlacePlan):
         shape: tuple[int, int],
         out: Tensor,
     ) -> None:
-        rows = RowStates(self._states, self._blocks, layer)
-        if recurrence == DELTA_RULE:
-            delta_rows(rows, tokens, first, shape, out, self._backend.configs)
-            return
-        *vectors, rates, steps = tokens
-        decays = rates[..., 0, 0] * steps[..., 0]
-        scan_rows(rows, (*vectors, decays), first, shape, out, self._backend.configs)
+        of_rows, of_chunks = (delta_rows, delta_chunks) if recurrence == DELTA_RULE else (scan_rows, scan_chunks)
+        pooled = self._pooled(layer)
+        if recurrence == SELECTIVE_SCAN:
+            *vectors, rates, steps = tokens
+            tokens = *vectors, rates[..., 0, 0] * steps[..., 0]
+        if pooled.num_decodes:
+            of_rows(pooled, tokens, first, shape, out, self._backend.configs)
+        if pooled.num_chunks:
+            of_chunks(pooled, tokens, first, shape, out, self._backend.configs)
