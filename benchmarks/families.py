@@ -81,6 +81,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "moe_intermediate_size": 384, "moe_shared_expert_intermediate_size": 768,
         "layers_block_type": (["linear_attention", "moe"] * 4 + ["full_attention", "moe"]) * 2, "tie_word_embeddings": False,
     },
+    "deepseek_v3": {
+        "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_key_value_heads": 12, "q_lora_rank": 384, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+        "v_head_dim": 64, "first_k_dense_replace": 12, "tie_word_embeddings": False,
+    },
     "kimi_linear": {
         "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 12, "kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,

@@ -80,9 +80,11 @@ def operations(bench: Bench, num: int) -> Iterator[tuple[str, int, int, int, Ope
             return plan.recur(0, DELTA_RULE, tokens, 0, (size, size))
 
         yield name, heads, size * size, num_bytes, rule
-    scanned = random(4 * heads, size // 2), random(4 * heads, size), random(4 * heads, size), -random(4 * heads).abs()
+    rates = -torch.rand(4 * heads, 1, 1, device=device).expand(num, -1, -1, -1)
+    steps = random(4 * heads, 1).abs()
+    scanned = random(4 * heads, size // 2), random(4 * heads, size), random(4 * heads, size), rates, steps
     yield (
-        "scan of Granite 4", heads, 4 * (size // 2) * size, sum(each.nbytes for each in (*scanned, scanned[0])),
+        "scan of Granite 4", heads, 4 * (size // 2) * size, sum(each.nbytes for each in (*scanned[:3], steps, scanned[0])),
         lambda plan: plan.recur(0, SELECTIVE_SCAN, scanned, 0, (size // 2, size)),
     )  # fmt: skip
     channels = 4 * size

@@ -169,11 +169,15 @@ def delta_ruled(
         launch(pooled, tokens, 64, shape, made(1084, num, shape[1], dtype=torch.float32), configs)
 
 
-def scanned(num_heads: int, per_head: int, shape: tuple[int, int], configs: LaunchConfigs) -> None:
+def scanned(
+    num_heads: int, per_head: int, shape: tuple[int, int], configs: LaunchConfigs, *, by_element: bool = False
+) -> None:
     num = num_heads * per_head
     pooled = pooled_states(num_heads, 64 + per_head * shape[0] * shape[1])
-    tokens = tokens_of(num, shape[0], shape[1], shape[1], 1)
-    for launch in (scan_rows, scan_chunks):
+    vectors = tokens_of(num, shape[0], shape[1], shape[1])
+    sizes = ((*shape,), (shape[0],)) if by_element else ((1, 1), (1,))
+    tokens = [*vectors, *(made(1084, num, *size, dtype=torch.float32) for size in sizes)]
+    for launch in (scan_rows,) if by_element else (scan_rows, scan_chunks):
         launch(pooled, tokens, 64, shape, made(1084, num, shape[0], dtype=torch.float32), configs)
 
 
@@ -221,6 +225,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "delta rule of 256": lambda configs: delta_ruled(4, 4, (256, 256), configs),
     "delta rule with decays of rows": lambda configs: delta_ruled(32, 1, (128, 128), configs, num_decays=128),
     "scan": lambda configs: scanned(8, 16, (64, 128), configs),
+    "scan with decays of elements": lambda configs: scanned(8, 1, (1024, 16), configs, by_element=True),
     "scan of 256": lambda configs: scanned(8, 3, (64, 256), configs),
     "move": lambda configs: move_blocks(made(64, 1 << 20), made(64, 1 << 20), [(0, 1)], configs),
     "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),

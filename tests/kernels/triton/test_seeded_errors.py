@@ -132,6 +132,9 @@ CONVOLVED = states(
 )
 DELTA_RULED = states(lambda contract: contract.test_delta_rule(SEQUENCES, 2, 3, (8, 5), by_row=True, strength=1.0))
 SCANNED = states(lambda contract: contract.test_selective_scan(SEQUENCES, 2, 3, (5, 8), by_element=False, strength=1.0))
+SCANNED_BY_ELEMENT = states(
+    lambda contract: contract.test_selective_scan(SEQUENCES, 2, 1, (5, 8), by_element=True, strength=1.0)
+)
 STATE_CHUNKS = [(1, 5), (1, 2), (11, 14), (9, 9), (2, 0)]
 CHUNKS_CONVOLVED = states(
     lambda contract: contract.test_convolve(STATE_CHUNKS, torch.float32, 4, 33, 4, [0, 0, 1, 1], True, True)
@@ -152,6 +155,7 @@ CHECKS = {
     "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
     "adapted": ADAPTED, "convolved": CONVOLVED, "delta-ruled": DELTA_RULED, "scanned": SCANNED,
+    "scanned by element": SCANNED_BY_ELEMENT,
     "chunks convolved": CHUNKS_CONVOLVED, "chunks corrected": CHUNKS_CORRECTED,
     "chunks corrected by row": CHUNKS_CORRECTED_BY_ROW, "chunks scanned": CHUNKS_SCANNED,
 }  # fmt: skip
@@ -292,6 +296,9 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "the first row's decay for all": (
         SeededError("state_steps.py", "tl.load(decays + r, mask=r < ROWS, other=0.0))[:, None]", "tl.load(decays))"),
         DELTA_RULED, WRONG),
+    "the first column's rate for all": (
+        SeededError("state_steps.py", "rate + r[:, None] * COLUMNS + n[None, :]", "rate + r[:, None] * COLUMNS"),
+        SCANNED_BY_ELEMENT, WRONG),
     "padding that is written": (
         SeededError("state_steps.py", "state, mask=here & (after >= 0))", "state, mask=here)", 2),
         SCANNED, (OutOfBounds, Race, WRONG)),

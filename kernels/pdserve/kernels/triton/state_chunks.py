@@ -175,9 +175,18 @@ def scan_chunks(
     out: Tensor,
     configs: LaunchConfigs,
 ) -> None:
-    """Two launches. tokens: of `SELECTIVE_SCAN`; other arguments as of `delta_chunks`."""
-    x, b, c, decay = tokens
-    _launch(pooled, (c, b, x, decay), None, first, (shape[1], shape[0]), (1, shape[1]), out, configs)
+    """Two launches. tokens: of `SELECTIVE_SCAN` with a decay per matrix; other arguments as of `delta_chunks`."""
+    x, b, c, rates, steps = tokens
+    _launch(
+        pooled,
+        (c, b, x, rates[..., 0, 0] * steps[..., 0]),
+        None,
+        first,
+        (shape[1], shape[0]),
+        (1, shape[1]),
+        out,
+        configs,
+    )
 
 
 def _launch(

@@ -47,10 +47,11 @@ def delta_step(
 
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
 def scan_step(
-    states, blocks, x, b, c, decay, out,
+    states, blocks, x, b, c, rates, steps, out,
     block_stride, head_stride, layer_stride, layer, num_sequences, first,
-    x_row, x_matrix, b_row, b_matrix, c_row, c_matrix, decay_row, decay_matrix,
+    x_row, x_matrix, b_row, b_matrix, c_row, c_matrix, rate_row, rate_matrix, step_row, step_matrix,
     PER_HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    DECAY_BY_ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows of a matrix of one row. Programs (row, matrix, block of rows). Reference: `selective_scan.scan_step`."""
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -64,7 +65,13 @@ def scan_step(
     own = tl.load(x + row * x_row + matrix * x_matrix + r, mask=r < ROWS, other=0.0)
     added = tl.load(b + row * b_row + matrix * b_matrix + n, mask=n < COLUMNS, other=0.0)
     read = tl.load(c + row * c_row + matrix * c_matrix + n, mask=n < COLUMNS, other=0.0)
-    state = state * tl.exp(tl.load(decay + row * decay_row + matrix * decay_matrix)) + own[:, None] * added[None, :]
+    rate, step = rates + row * rate_row + matrix * rate_matrix, steps + row * step_row + matrix * step_matrix
+    if DECAY_BY_ELEMENT:
+        own_rates = tl.load(rate + r[:, None] * COLUMNS + n[None, :], mask=here, other=0.0)
+        logs = tl.load(step + r, mask=r < ROWS, other=0.0)[:, None] * own_rates
+    else:
+        logs = tl.load(step) * tl.load(rate)
+    state = state * tl.exp(logs) + own[:, None] * added[None, :]
     tl.store(states + after * block_stride + numbers, state, mask=here & (after >= 0))
     found = tl.where(after >= 0, tl.sum(state * read[None, :], 1), 0.0)
     tl.store(out + (row * tl.num_programs(1) + matrix) * ROWS + r, found, mask=r < ROWS)
@@ -105,6 +112,7 @@ def scan_rows(
         pooled.states, pooled.blocks, *tokens, out,
         *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, first, *strides_of(tokens),
         PER_HEAD=num_matrices // pooled.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
+        DECAY_BY_ELEMENT=num_decays(tokens) > 1,
         num_warps=configs.state_warps, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -13,7 +13,6 @@ from pdserve.kernels.state.column_runs import column_runs
 from pdserve.kernels.state.delta_rule import DELTA_RULE
 from pdserve.kernels.state.in_place_plan import InPlacePlan, num_decays
 from pdserve.kernels.state.recurrence import Recurrence
-from pdserve.kernels.state.selective_scan import SELECTIVE_SCAN
 from pdserve.kernels.state.state_backend import StateBackend, StatePlan
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
 from pdserve.kernels.triton.pooled_states import PooledStates
@@ -62,8 +61,9 @@ class TritonStatePlan(InPlacePlan):
         convolve(self._pooled(layer), conv, self._backend.runs_of(conv), columns, out, self._backend.configs)
 
     def _can_recur(self, recurrence: Recurrence, tokens: Sequence[Tensor]) -> bool:
-        # kernels of the scan have one decay per matrix
-        return super()._can_recur(recurrence, tokens) and (recurrence == DELTA_RULE or num_decays(tokens) == 1)
+        # for chunks the scan has one decay per matrix
+        has_kernels = recurrence == DELTA_RULE or not self.chunks or num_decays(tokens) == 1
+        return has_kernels and super()._can_recur(recurrence, tokens)
 
     def _recur(
         self,
@@ -76,9 +76,6 @@ class TritonStatePlan(InPlacePlan):
     ) -> None:
         of_rows, of_chunks = (delta_rows, delta_chunks) if recurrence == DELTA_RULE else (scan_rows, scan_chunks)
         pooled = self._pooled(layer)
-        if recurrence == SELECTIVE_SCAN:
-            *vectors, rates, steps = tokens
-            tokens = *vectors, rates[..., 0, 0] * steps[..., 0]
         if pooled.num_decodes:
             of_rows(pooled, tokens, first, shape, out, self._backend.configs)
         if pooled.num_chunks:
