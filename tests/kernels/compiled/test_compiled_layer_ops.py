@@ -309,11 +309,13 @@ SELECTED = {
         "w8a16 in float32",
         "w8a8 with a scale per row",
         "experts in float32",
+        "experts without a gate",
         "one row with top_p",
     ),
     "gfx942": (
         *_FOR_ALL,
         "add and norm",
+        "scan with decays of elements",
         "rotary of heads of 80",
         "lora of 8b",
         "many rows of experts",
