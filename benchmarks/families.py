@@ -48,7 +48,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {
         "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 14, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv"] * 2,
+        "num_key_value_heads": 4, "conv_dim": 768, "block_dim": 768, "block_multiple_of": 256, "block_auto_adjust_ff_dim": False,
+        "block_ffn_dim_multiplier": 1.0,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv"] * 2,
         "tie_word_embeddings": False,
     },
     "qwen3_5_text": {

@@ -154,7 +154,8 @@ class RemoteKvQueue:
 
     def _growth(self, request: Request, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence and those forked from it may take soon. num_given: as of `KVCacheManager.growth`."""
-        num_tokens = min(request.num_tokens_within(GROWTH_TOKENS), self._config.max_model_len)
+        # and the token that comes with its KV: without room for that, two sequences that are ready may wait for each other
+        num_tokens = min(request.num_tokens_within(1 + GROWTH_TOKENS), self._config.max_model_len)
         return added(self._kv.growth(request, num_tokens, num_given), self._kv.places(request.num_forks))
 
     def send_reserved(self, copied: DeviceEvent | None) -> None:
