@@ -67,7 +67,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
         ),
         ({"model_type": "foo", "auto_map": {"AutoConfig": "x.Y"}}, "the code that its auto_map names is never run"),
         ({"model_type": "stablelm"}, "Starcoder2ForCausalLM is not the causal language model of model_type 'stablelm'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*awq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "weights are quantized by aqlm"),
         ({"num_key_value_heads": 3}, "Starcoder2ForCausalLM is not served: "),
         ({"hidden_size": "many"}, "transformers refuses it: .*hidden_size"),
         ({"num_hidden_layers": 5000}, r"it has 5000 layers \(1 to 4096\)"),

@@ -95,10 +95,12 @@ _SMALLER: dict[str, Any] = {
     "prefill_warps": 8,
     "prefill_stages": 2,
     "prefill": "triton",
-    "prefill_registers": None,
+    "prefill_registers": 255,
 }
 _WIDER_TABLE = {name: replace(configs, **_SMALLER) for name, configs in _TABLE.items()} | {
-    "gfx942": replace(_TABLE["gfx942"], **_SMALLER | {"prefill_keys": 16, "prefill_warps": 4}),
+    "gfx942": replace(
+        _TABLE["gfx942"], **_SMALLER | {"prefill_keys": 16, "prefill_warps": 4, "prefill_registers": None}
+    ),
 }
 
 _ROWS: dict[str, Any] = {
