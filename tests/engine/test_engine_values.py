@@ -111,6 +111,7 @@ def test_outputs_have_every_field() -> None:
         num_spec_tokens=2, num_drafts=3, num_draft_tokens=6, num_accepted_tokens=3, num_accepted_tokens_per_pos=[2, 1]
     )
     numbers: dict[str, Any] = {name: number + 1 for number, name in enumerate(SchedulerStats.__struct_fields__)}
+    numbers |= {"num_host_blocks_total": (7, 2), "num_host_blocks_used": (5, 1)}
     stats = SchedulerStats(**numbers | {"spec_decoding_stats": drafts, "loaded_loras": ("1" * 32,)})
     outputs = EngineCoreOutputs(
         **fields_of(
