@@ -29,7 +29,7 @@ from unittest import mock
 
 PROMPT_TOKENS = 256
 DECODE_TOKENS = 32
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_position_embeddings": 2048,
     "bos_token_id": 0,
@@ -96,7 +96,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3,
     },
 }  # fmt: skip
-"""`model_type` -> fields of config.json beside `_COMMON`."""
+"""`model_type` -> fields of config.json next to `COMMON`."""
 EXPERTS_IN_TORCH = "native, experts in torch"
 """As "native", without the C++ call for experts."""
 STATES_IN_TORCH = "native, states in torch"
@@ -111,11 +111,16 @@ def write_model(folder: Path, family: str) -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    import pdserve.models.demo
-
-    config = CONFIG_MAPPING[family](**_COMMON, **FAMILIES[family])
+    config = CONFIG_MAPPING[family](**COMMON, **FAMILIES[family])
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """That of the bundled model."""
+    import pdserve.models.demo
+
     [demo] = pdserve.models.demo.__path__
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(demo) / name, folder / name)

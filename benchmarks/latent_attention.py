@@ -15,7 +15,6 @@ Usage: python benchmarks/latent_attention.py [--part decode] [--rounds 5] [--bat
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from conditions import print_conditions
+from families import write_tokenizer
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
@@ -53,8 +53,6 @@ def write_model(folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint of `transformers`."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    import pdserve.models.demo
-
     torch.manual_seed(0)
     config = DeepseekV2Config(
         vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=NUM_HEADS,
@@ -67,9 +65,7 @@ def write_model(folder: Path, dtype: torch.dtype) -> None:
         if "layernorm" not in name and "norm.weight" not in name:
             torch.nn.init.normal_(weight, std=0.05)
     model.save_pretrained(folder)
-    [demo] = pdserve.models.demo.__path__
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(demo) / name, folder / name)
+    write_tokenizer(folder)
 
 
 def make_pdserve(folder: Path, name: str, dtype: torch.dtype, prompts: list[list[int]]) -> Generate:

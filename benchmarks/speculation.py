@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/speculation.py [--model DIR] [--dtype bfloat16] [--batches 1 16] [--rounds 3] [--tokens 128]
                                         [--config JSON] [--text repeats|random] [--draft-layers N] [--first-prompt N]
-                                        [--head deepseek_v3|qwen3_next] [--noise 0 7]
+                                        [--head deepseek_v3|qwen3_5_text] [--noise 0 7]
 
 The prompt is a list of random records, each of which is followed by the same record again, up to the last: a trained model copies
 it. With `--load-format dummy` the text is that of random weights, which falls into a loop or not. The part of the drafts that is
