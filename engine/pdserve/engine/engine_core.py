@@ -210,9 +210,13 @@ class EngineCore:
     def _sample(self, step: StepInFlight, grammar: GrammarOutput | None) -> StepInFlight:
         """Ask for the result of a launched step. A draft head writes the entries of the step's tokens after they are sampled."""
         result = self.executor.sample_tokens(grammar)
+        return replace(step, result=result, kv_written=self._noted_write())
+
+    def _noted_write(self) -> DeviceEvent | None:
+        """On a GPU, the event after which all that is queued is in the pool; the scheduler notes it."""
         kv_written = self.executor.kv_written
         self.scheduler.step_launched(kv_written)
-        return replace(step, result=result, kv_written=kv_written)
+        return kv_written
 
     def _copy_blocks(self, scheduled: SchedulerOutput) -> None:
         """Queue the copies between pool and host-memory tier; then transfers may write into the blocks reserved for them."""
@@ -262,8 +266,7 @@ class EngineCore:
             kv_written = step.kv_written
             if step.scheduled.tentative_req_ids:
                 # states have been written since the launch
-                kv_written = self.executor.kv_written
-                self.scheduler.step_launched(kv_written)
+                kv_written = self._noted_write()
             scheduled, computed = living(self.scheduler.requests, step.requests, step.scheduled, computed)
             self.scheduler.drop_states(step.requests, scheduled)
             num_before = self.scheduler.num_computed_prompt_tokens
