@@ -118,7 +118,7 @@ class StateContract(abc.ABC):
         return held.to(self.device)[:, :inner].unflatten(1, shape[1:])
 
     def decays(self, *shape: int, strength: float) -> Tensor:
-        """Logarithms, a half of which is `strength` times as large as the others."""
+        """Logarithms; half of them are `strength` times as large as the others."""
         weak = -self.rows(*shape).abs()
         return torch.where(torch.rand(shape, device=self.device) < 0.5, weak, strength * weak)
 

@@ -28,7 +28,7 @@ from pdserve.kernels.triton.grouped_linear import TritonGroupedLinear
 from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs
 from pdserve.kernels.triton.lora_products import add_lora, column_tiles
 from pdserve.kernels.triton.move_blocks import move_blocks
-from pdserve.kernels.triton.pooled_states import PooledStates
+from pdserve.kernels.triton.pooled_states import PooledMatrices, PooledStates
 from pdserve.kernels.triton.rotate_and_store import rotate_and_store
 from pdserve.kernels.triton.sample_tokens import SamplingLaunches
 from pdserve.kernels.triton.state_chunks import delta_chunks, scan_chunks
@@ -166,7 +166,7 @@ def delta_ruled(
     pooled = pooled_states(num_heads, 64 + per_head * shape[0] * shape[1])
     tokens = tokens_of(num, shape[0], shape[0], shape[1], num_decays, 1)
     for launch in (delta_rows, delta_chunks):
-        launch(pooled, tokens, 64, shape, made(1084, num, shape[1], dtype=torch.float32), configs)
+        launch(PooledMatrices(pooled, 64, shape), tokens, made(1084, num, shape[1], dtype=torch.float32), configs)
 
 
 def scanned(
@@ -178,7 +178,7 @@ def scanned(
     sizes = ((*shape,), (shape[0],)) if by_element else ((1, 1), (1,))
     tokens = [*vectors, *(made(1084, num, *size, dtype=torch.float32) for size in sizes)]
     for launch in (scan_rows,) if by_element else (scan_rows, scan_chunks):
-        launch(pooled, tokens, 64, shape, made(1084, num, shape[0], dtype=torch.float32), configs)
+        launch(PooledMatrices(pooled, 64, shape), tokens, made(1084, num, shape[0], dtype=torch.float32), configs)
 
 
 ROUNDED: dict[str, Any] = {"bits": 8, "is_float": True, "rounds_inputs": True}

@@ -122,8 +122,8 @@ def make_other_family(
 ) -> PreTrainedModel:
     """Write a random checkpoint of any causal language model in `transformers` into `folder`, and return the model.
 
-    There is no tokenizer with it. kind: one of transformers' auto classes. whole: (type, other fields) of a model of which it is
-    the language model; None: it is alone. `overrides` are fields of its configuration.
+    There is no tokenizer with it. kind: one of transformers' auto classes. whole: (type, other fields) of a model whose language
+    model it is; None: it has no other part. `overrides` are fields of its configuration.
     """
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,

@@ -42,7 +42,7 @@ def check_forks(folder: Path, oracle: Oracle) -> None:
 
 
 def check_texts_from_host_memory(folder: Path, oracle: Oracle, options: dict[str, Any], num_shapes: int) -> None:
-    """Prompts of which the pool keeps one or two, in turns: blocks of every shape leave for host memory and come back. options:
+    """Ask in turns for prompts that a pool keeps one or two of: blocks of every shape go to host memory and come back. options:
     with the pool's size, and `kv_host_mib`."""
     prompts = [prompt_of(65 + 3 * seed, seed) for seed in range(5)]
     with LLM(str(folder), dtype="float32", max_model_len=112, max_num_batched_tokens=32, **options) as llm:

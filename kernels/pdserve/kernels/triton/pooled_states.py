@@ -1,4 +1,4 @@
-"""`PooledStates`: where the kernels of a step find the states of its sequences."""
+"""`PooledStates` and `PooledMatrices`: where the kernels of a step find the states of its sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PooledStates:
-    """The states of one layer and the B sequences of a step, of which those with one token come first."""
+    """The states of one layer, and a step's B sequences: those with one token come first."""
 
     states: Tensor
     """`[num_blocks, H, L, N]` float32, contiguous."""
@@ -30,3 +30,13 @@ class PooledStates:
     @property
     def num_chunks(self) -> int:
         return self.num_sequences - self.num_decodes
+
+
+@dataclass(frozen=True, slots=True)
+class PooledMatrices:
+    """The matrices in these states that a rule changes."""
+
+    pooled: PooledStates
+    first: int
+    """See `StatePlan.recur`, as of `shape`."""
+    shape: tuple[int, int]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdserve.kernels.state.in_place_plan import num_decays
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
-from pdserve.kernels.triton.pooled_states import PooledStates
+from pdserve.kernels.triton.pooled_states import PooledMatrices
 from pdserve.kernels.triton.state_steps import strides_of
 
 LEAST = 16
@@ -43,7 +43,7 @@ def pair_tokens(
     """For BLOCK_T tokens i and j of a chunk: how much of u_j is in the result of i, and with CORRECTS the matrix `(1 + L)^-1 b`.
 
     Programs (chunk and tile of its tokens, matrix); those of tiles that a chunk lacks end at once. -> seen and solved
-    `[rows, M, BLOCK_T]`: i is the row, of which the first is the one after the decode rows.
+    `[rows, M, BLOCK_T]`: i is the row, counted from the first one after the decode rows.
     """
     matrix = tl.program_id(1)
     sequence = num_decodes + tl.program_id(0) // num_tiles
@@ -154,55 +154,33 @@ def change_by_chunks(
     tl.store(states + after * block_stride + numbers, state, mask=here & (after >= 0))
 
 
-def delta_chunks(
-    pooled: PooledStates,
-    tokens: Sequence[Tensor],
-    first: int,
-    shape: tuple[int, int],
-    out: Tensor,
-    configs: LaunchConfigs,
-) -> None:
-    """Two launches. tokens: of `DELTA_RULE`, `[T, M, ...]`; first, shape: see `StatePlan.recur`; out: `[T, M, ...]`, contiguous."""
+def delta_chunks(matrices: PooledMatrices, tokens: Sequence[Tensor], out: Tensor, configs: LaunchConfigs) -> None:
+    """Two launches. tokens: of `DELTA_RULE`, `[T, M, ...]`; out: `[T, M, ...]`, contiguous."""
     query, key, value, decay, beta = tokens
-    _launch(pooled, (query, key, value, decay), beta, first, shape, (shape[1], 1), out, configs)
+    _launch(matrices, (query, key, value, decay), beta, 0, out, configs)
 
 
-def scan_chunks(
-    pooled: PooledStates,
-    tokens: Sequence[Tensor],
-    first: int,
-    shape: tuple[int, int],
-    out: Tensor,
-    configs: LaunchConfigs,
-) -> None:
-    """Two launches. tokens: of `SELECTIVE_SCAN` with a decay per matrix; other arguments as of `delta_chunks`."""
+def scan_chunks(matrices: PooledMatrices, tokens: Sequence[Tensor], out: Tensor, configs: LaunchConfigs) -> None:
+    """Two launches. tokens: of `SELECTIVE_SCAN` with a decay per matrix; out: as of `delta_chunks`."""
     x, b, c, rates, steps = tokens
-    _launch(
-        pooled,
-        (c, b, x, rates[..., 0, 0] * steps[..., 0]),
-        None,
-        first,
-        (shape[1], shape[0]),
-        (1, shape[1]),
-        out,
-        configs,
-    )
+    _launch(matrices, (c, b, x, rates[..., 0, 0] * steps[..., 0]), None, 1, out, configs)
 
 
 def _launch(
-    pooled: PooledStates,
+    matrices: PooledMatrices,
     tokens: Sequence[Tensor],
     beta: Tensor | None,
-    first: int,
-    sizes: tuple[int, int],
-    from_next: tuple[int, int],
+    key_axis: int,
     out: Tensor,
     configs: LaunchConfigs,
 ) -> None:
-    """tokens: queries, keys, values and decays. sizes: numbers of a key and of a value; from_next: see `change_by_chunks`."""
+    """tokens: queries, keys, values and decays. key_axis: the dimension of a matrix along which a key has its numbers."""
     (query, key, _, decay), num_matrices, num_tokens = tokens, out.shape[1], configs.chunk_tokens
-    high, columns = (max(LEAST, triton.next_power_of_2(size)) for size in sizes)
-    wide = min(columns, max(LEAST, configs.chunk_numbers // high))
+    pooled, (rows, columns) = matrices.pooled, matrices.shape
+    # numbers of a key and of a value, and from one of a matrix to that of the next key, or value
+    sizes, from_next = ((rows, columns), (columns, 1)) if key_axis == 0 else ((columns, rows), (1, columns))
+    high, wide = (max(LEAST, triton.next_power_of_2(size)) for size in sizes)
+    wide = min(wide, max(LEAST, configs.chunk_numbers // high))
     tiles = triton.cdiv(pooled.longest, num_tokens)
     parts = 1 if beta is None else 2
     work = torch.empty(
@@ -223,7 +201,7 @@ def _launch(
     )  # fmt: skip
     change_by_chunks[(pooled.num_chunks, num_matrices, triton.cdiv(sizes[1], wide))](
         pooled.states, pooled.blocks, pooled.starts, *tokens, seen, solved, out,
-        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, pooled.num_decodes, first, *from_next,
+        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, pooled.num_decodes, matrices.first, *from_next,
         *strides_of(tokens), PER_HEAD=num_matrices // pooled.states.shape[1], VALUES=sizes[1], BLOCK_V=wide, **forms,
         num_warps=configs.chunk_warps, **options,
     )  # fmt: skip

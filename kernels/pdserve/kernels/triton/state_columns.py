@@ -73,7 +73,7 @@ def convolve_tokens(
 ):  # fmt: skip
     """BLOCK channels of a run at BLOCK_T tokens of a chunk, but for its last token, where `keep_columns` convolves.
 
-    Programs (chunk and tile of its tokens, run, block of channels); those of tiles that a chunk has not end at once.
+    Programs (chunk and tile of its tokens, run, block of channels); those of tiles that a chunk lacks end at once.
     """
     run = runs + tl.program_id(1) * 5
     sequence = num_decodes + tl.program_id(0) // num_tiles
@@ -114,7 +114,7 @@ def convolve(
         pooled.states, pooled.blocks, pooled.starts, columns, conv.weight, conv.weight if conv.bias is None else conv.bias,
         out, runs,
     )  # fmt: skip
-    # before states change, of which the first tokens read columns
+    # first, since it reads columns of states that `keep_columns` changes
     if tiles := triton.cdiv(pooled.longest - 1, configs.conv_tokens):
         convolve_tokens[(pooled.num_chunks * tiles, len(runs), blocks)](
             *tensors, *strides[:3], pooled.layer, pooled.num_decodes, tiles, columns.stride(0), out.stride(0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pdserve.kernels.state.in_place_plan import num_decays
 from pdserve.kernels.triton.launch_configs import LaunchConfigs
-from pdserve.kernels.triton.pooled_states import PooledStates
+from pdserve.kernels.triton.pooled_states import PooledMatrices
 
 
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
@@ -19,7 +20,7 @@ def delta_step(
     block_stride, head_stride, layer_stride, layer, num_sequences, first,
     query_row, query_matrix, key_row, key_matrix, value_row, value_matrix, decay_row, decay_matrix, beta_row, beta_matrix,
     PER_HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    DECAY_BY_ROW: tl.constexpr,
+    HAS_ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_C columns of a matrix of one row. Programs (row, matrix, block of columns). Reference: `delta_rule.delta_step`."""
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -34,10 +35,10 @@ def delta_step(
     q = tl.load(query + row * query_row + matrix * query_matrix + r, mask=r < ROWS, other=0.0)
     v = tl.load(value + row * value_row + matrix * value_matrix + c, mask=c < COLUMNS, other=0.0)
     decays = decay + row * decay_row + matrix * decay_matrix
-    if DECAY_BY_ROW:
-        state = state * tl.exp(tl.load(decays + r, mask=r < ROWS, other=0.0))[:, None]
-    else:
+    if HAS_ONE_DECAY:
         state = state * tl.exp(tl.load(decays))
+    else:
+        state = state * tl.exp(tl.load(decays + r, mask=r < ROWS, other=0.0))[:, None]
     update = (v - tl.sum(state * k[:, None], 0)) * tl.load(beta + row * beta_row + matrix * beta_matrix)
     state += k[:, None] * update[None, :]
     tl.store(states + after * block_stride + numbers, state, mask=here & (after >= 0))
@@ -51,7 +52,7 @@ def scan_step(
     block_stride, head_stride, layer_stride, layer, num_sequences, first,
     x_row, x_matrix, b_row, b_matrix, c_row, c_matrix, rate_row, rate_matrix, step_row, step_matrix,
     PER_HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    DECAY_BY_ELEMENT: tl.constexpr,
+    HAS_ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R rows of a matrix of one row. Programs (row, matrix, block of rows). Reference: `selective_scan.scan_step`."""
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -66,53 +67,39 @@ def scan_step(
     added = tl.load(b + row * b_row + matrix * b_matrix + n, mask=n < COLUMNS, other=0.0)
     read = tl.load(c + row * c_row + matrix * c_matrix + n, mask=n < COLUMNS, other=0.0)
     rate, step = rates + row * rate_row + matrix * rate_matrix, steps + row * step_row + matrix * step_matrix
-    if DECAY_BY_ELEMENT:
+    if HAS_ONE_DECAY:
+        logs = tl.load(step) * tl.load(rate)
+    else:
         own_rates = tl.load(rate + r[:, None] * COLUMNS + n[None, :], mask=here, other=0.0)
         logs = tl.load(step + r, mask=r < ROWS, other=0.0)[:, None] * own_rates
-    else:
-        logs = tl.load(step) * tl.load(rate)
     state = state * tl.exp(logs) + own[:, None] * added[None, :]
     tl.store(states + after * block_stride + numbers, state, mask=here & (after >= 0))
     found = tl.where(after >= 0, tl.sum(state * read[None, :], 1), 0.0)
     tl.store(out + (row * tl.num_programs(1) + matrix) * ROWS + r, found, mask=r < ROWS)
 
 
-def delta_rows(
-    pooled: PooledStates,
-    tokens: Sequence[Tensor],
-    first: int,
-    shape: tuple[int, int],
-    out: Tensor,
-    configs: LaunchConfigs,
-) -> None:
-    """One launch. tokens: of `DELTA_RULE`, `[T, M, ...]`; first, shape: see `StatePlan.recur`; out: contiguous."""
-    num_matrices, high = out.shape[1], triton.next_power_of_2(shape[0])
-    wide = min(triton.next_power_of_2(shape[1]), max(1, configs.state_numbers // high))
-    delta_step[(pooled.num_decodes, num_matrices, triton.cdiv(shape[1], wide))](
-        pooled.states, pooled.blocks, *tokens, out,
-        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, first, *strides_of(tokens),
-        PER_HEAD=num_matrices // pooled.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
-        DECAY_BY_ROW=num_decays(tokens) > 1,
-        num_warps=configs.state_warps, enable_fp_fusion=True,
-    )  # fmt: skip
+def delta_rows(matrices: PooledMatrices, tokens: Sequence[Tensor], out: Tensor, configs: LaunchConfigs) -> None:
+    """One launch. tokens: of `DELTA_RULE`, `[T, M, ...]`; out: `[T, M, ...]`, contiguous."""
+    _launch(delta_step, 1, matrices, tokens, out, configs)
 
 
-def scan_rows(
-    pooled: PooledStates,
-    tokens: Sequence[Tensor],
-    first: int,
-    shape: tuple[int, int],
-    out: Tensor,
-    configs: LaunchConfigs,
+def scan_rows(matrices: PooledMatrices, tokens: Sequence[Tensor], out: Tensor, configs: LaunchConfigs) -> None:
+    """One launch. tokens: of `SELECTIVE_SCAN`; out: as of `delta_rows`."""
+    _launch(scan_step, 0, matrices, tokens, out, configs)
+
+
+def _launch(
+    kernel: Any, split: int, matrices: PooledMatrices, tokens: Sequence[Tensor], out: Tensor, configs: LaunchConfigs
 ) -> None:
-    """One launch. tokens: of `SELECTIVE_SCAN`; other arguments as of `delta_rows`."""
-    num_matrices, wide = out.shape[1], triton.next_power_of_2(shape[1])
-    high = min(triton.next_power_of_2(shape[0]), max(1, configs.state_numbers // wide))
-    scan_step[(pooled.num_decodes, num_matrices, triton.cdiv(shape[0], high))](
+    """split: the dimension of a matrix that is divided among programs."""
+    pooled, shape, num_matrices = matrices.pooled, matrices.shape, out.shape[1]
+    block = [triton.next_power_of_2(size) for size in shape]
+    block[split] = min(block[split], max(1, configs.state_numbers // block[1 - split]))
+    kernel[(pooled.num_decodes, num_matrices, triton.cdiv(shape[split], block[split]))](
         pooled.states, pooled.blocks, *tokens, out,
-        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, first, *strides_of(tokens),
-        PER_HEAD=num_matrices // pooled.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=high, BLOCK_C=wide,
-        DECAY_BY_ELEMENT=num_decays(tokens) > 1,
+        *pooled.states.stride()[:3], pooled.layer, pooled.num_sequences, matrices.first, *strides_of(tokens),
+        PER_HEAD=num_matrices // pooled.states.shape[1], ROWS=shape[0], COLUMNS=shape[1], BLOCK_R=block[0], BLOCK_C=block[1],
+        HAS_ONE_DECAY=num_decays(tokens) == 1,
         num_warps=configs.state_warps, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from pdserve.kernels.state.in_place_plan import InPlacePlan, num_decays
 from pdserve.kernels.state.recurrence import Recurrence
 from pdserve.kernels.state.state_backend import StateBackend, StatePlan
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
-from pdserve.kernels.triton.pooled_states import PooledStates
+from pdserve.kernels.triton.pooled_states import PooledMatrices, PooledStates
 from pdserve.kernels.triton.state_chunks import delta_chunks, scan_chunks
 from pdserve.kernels.triton.state_columns import convolve
 from pdserve.kernels.triton.state_steps import delta_rows, scan_rows
@@ -75,8 +75,8 @@ class TritonStatePlan(InPlacePlan):
         out: Tensor,
     ) -> None:
         of_rows, of_chunks = (delta_rows, delta_chunks) if recurrence == DELTA_RULE else (scan_rows, scan_chunks)
-        pooled = self._pooled(layer)
-        if pooled.num_decodes:
-            of_rows(pooled, tokens, first, shape, out, self._backend.configs)
-        if pooled.num_chunks:
-            of_chunks(pooled, tokens, first, shape, out, self._backend.configs)
+        matrices = PooledMatrices(self._pooled(layer), first, shape)
+        if self.num_decodes:
+            of_rows(matrices, tokens, out, self._backend.configs)
+        if self.chunks:
+            of_chunks(matrices, tokens, out, self._backend.configs)
