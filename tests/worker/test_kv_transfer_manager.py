@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import Evicted, InvalidRequest, TransferFailed
-from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from tests.support.engine.hash_model import greedy_answer
 from tests.support.run.waiting import HANG_S, eventually
@@ -65,6 +65,36 @@ async def test_a_prefill_that_ended_before_it_was_wanted_is_done_again_from_cach
     answers = await asyncio.wait_for(asyncio.gather(blocker.answer(), _rest(late)), HANG_S)
     assert answers[0] == greedy_answer(PROMPTS[-1], 28)
     assert answers[1] == greedy_answer(PROMPTS[-2], 4)[1:]
+
+
+async def test_a_prefill_that_is_done_again_ends_with_the_token_of_the_first(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its grammar the second might sample another, and the last entry of a draft head's cache would belong to that one."""
+    pair = await make_pair(p={"num_blocks": 32}, d={"num_blocks": 32})
+    again: list[EngineCoreRequest] = []
+    side = pair.p.adapter.engine
+    submit = side.submit_quietly
+
+    def kept(request: EngineCoreRequest) -> None:
+        again.append(request)
+        submit(request)
+
+    monkeypatch.setattr(side, "submit_quietly", kept)
+    wanted = threading.Event()
+    pair.d.model.before_step = lambda: wanted.wait(HANG_S)
+    blocker = pair.ask(PROMPTS[-1], max_tokens=28)
+    late = pair.ask(PROMPTS[-2], max_tokens=4)
+    first = await asyncio.wait_for(late.prefill.get(), HANG_S)
+    assert first.transfer_unwanted
+    for number in (57, 58, 59):  # take every block of the pool
+        other = pair.ask([number] * 60)
+        await asyncio.wait_for(other.prefill.get(), HANG_S)
+        pair.leave(other)
+    wanted.set()
+    answers = await asyncio.wait_for(asyncio.gather(blocker.answer(), _rest(late)), HANG_S)
+    assert answers[1] == greedy_answer(PROMPTS[-2], 4)[1:]
+    assert [request.sampling_params.allowed_token_ids for request in again] == [tuple(first.new_token_ids)]
 
 
 async def _rest(asked: Any) -> list[int]:

@@ -213,6 +213,9 @@ class Pair:
         if not transfer.runs_again and not transfer.over:
             assert transfer.room is not None
             transfer.runs_again = True
+            params: dict[str, Any] = {"max_tokens": 60}
+            if transfer.n == 1:
+                params["allowed_token_ids"] = (transfer.first_tokens[0],)
             self.p.add(
                 transfer.prompt,
                 request_id + _AGAIN,
@@ -220,7 +223,7 @@ class Pair:
                 output=transfer.output,
                 transfer_source=True,
                 wanted_from=transfer.room.first_index,
-                params={"max_tokens": 60},
+                params=params,
                 mm_features=transfer.fields.get("mm_features", []),
                 without_draft_head=self.p.has_draft_head != self.d.has_draft_head,
             )

@@ -234,19 +234,20 @@ class KvTransferManager:
     def _prefill_again(self, source: _Source) -> None:
         """`Want` arrived after the prefill had ended and its blocks were reused: prefill again, mostly from cache.
 
-        Prompt log-probabilities and grammar are left out: the first run has served them.
+        Prompt log-probabilities and grammar are left out: the first run has served them. Its token is sampled again, since the last
+        entry of a draft head's cache belongs to it.
         """
         if source.wanted_from is not None and not source.transfer.has_ended and source.rerun_id is None:
             source.transfer.recomputes = True
             source.rerun_id = f"{source.request.request_id}+"
             self._reruns[source.rerun_id] = source
+            params = msgspec.structs.replace(
+                source.request.sampling_params, prompt_logprobs=None, structured_outputs=None
+            )
+            if source.request.n == 1 and source.first_tokens:
+                params = msgspec.structs.replace(params, allowed_token_ids=(source.first_tokens[0],))
             request = msgspec.structs.replace(
-                source.request,
-                request_id=source.rerun_id,
-                wanted_from=source.wanted_from,
-                sampling_params=msgspec.structs.replace(
-                    source.request.sampling_params, prompt_logprobs=None, structured_outputs=None
-                ),
+                source.request, request_id=source.rerun_id, wanted_from=source.wanted_from, sampling_params=params
             )
             self.engine.submit_quietly(request)
 
