@@ -170,7 +170,7 @@ def test_i3_hits_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) 
                 for index in needs(group, end)
             )
         ]
-        found = KVCacheCoordinator(pool, SIZE, specs_of(windows), 8).find_longest_cache_hit(hashes, 0)
+        found = KVCacheCoordinator(pool, SIZE, specs_of(windows), 8).find_longest_cache_hit(hashes)
         assert [len(blocks) for blocks in found] == [max(ends)] * len(windows)
         for group, blocks in enumerate(found):
             for index, block in enumerate(blocks):
@@ -409,7 +409,7 @@ def test_i3_hits_of_pool_and_tier_together_are_those_of_a_search_by_hand(windows
         for name, block in zip(in_pool, pool.allocate(len(in_pool)), strict=True):
             pool.remember(block, name)
         coordinator = KVCacheCoordinator(pool, SIZE, specs_of(windows), 8)
-        computed = coordinator.find_longest_cache_hit(hashes, 0)
+        computed = coordinator.find_longest_cache_hit(hashes)
         found = coordinator.extended(hashes, computed, in_tier.__contains__)
         end = longest_beginning(windows, hashes, (in_pool | in_tier).__contains__)
         assert [len(blocks) for blocks in found] == [end] * len(windows)

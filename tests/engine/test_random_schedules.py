@@ -6,8 +6,7 @@ that end elsewhere, sources that give up, transfers wanted late or never, events
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
-Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
-KV cache groups, with windows, chunks or a state per sequence, or one of states, with blocks of one shape or of several. Others have
+Some models have a window. Others have several KV cache groups, with windows, chunks or a state per sequence, or one of states, with blocks of one shape or of several. Others have
 a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
@@ -77,7 +76,6 @@ class Life:
     def __init__(self, make_engine: MakeEngine, seed: int, window: Window = None, shapes: Sequence[int] = ()) -> None:
         """shapes: of the blocks of each KV cache group; empty: one."""
         self.window, self.shapes = window, shapes
-        self.has_groups = isinstance(window, tuple)
         self.has_head = HEAD in windows_of(window)
         self.draw = draw = random.Random(seed)
         common = {
@@ -137,12 +135,8 @@ class Life:
         self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
 
     def _of_engine(self, *, lacks: bool) -> Window:
-        """The windows of an engine's groups. lacks: it keeps every block, or has no draft head."""
-        if not lacks:
-            return self.window
-        if self.has_head and isinstance(self.window, tuple):
-            return self.window[:-1]
-        return self.window if self.has_groups else None
+        """The windows of an engine's groups. lacks: it has no draft head."""
+        return self.window[:-1] if lacks and self.has_head and isinstance(self.window, tuple) else self.window
 
     def _engine(self, make_engine: MakeEngine, **fields: Any) -> Harness:
         budget, places = self.draw.choice([3, 7, 16, 64]), self.draw.choice([2, 4, 16])

@@ -34,8 +34,7 @@ class KVCacheCoordinator:
         self.block_size = block_size
         self._num_shapes = pool.num_shapes
         self.managers = tuple(
-            make_manager(spec, pool, block_size, group_id, step_tokens, is_alone=len(specs) == 1)
-            for group_id, spec in enumerate(specs)
+            make_manager(spec, pool, block_size, group_id, step_tokens) for group_id, spec in enumerate(specs)
         )
         self._full = [manager for manager in self.managers if not isinstance(manager, SlidingWindowManager)]
         self._windows: dict[SlidingWindow, list[SlidingWindowManager]] = {}
@@ -43,18 +42,16 @@ class KVCacheCoordinator:
             if isinstance(manager, SlidingWindowManager):
                 self._windows.setdefault(manager.window, []).append(manager)
 
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], keep_from: int
-    ) -> tuple[tuple[KVCacheBlock, ...], ...]:
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes]) -> tuple[tuple[KVCacheBlock, ...], ...]:
         """Per group, the blocks of the longest beginning of a sequence that every group has, as far as a later token sees it.
 
-        block_hashes: of the sequence's full blocks. keep_from: in the only group, blocks from this one on are needed, seen or not.
+        block_hashes: of the sequence's full blocks.
         """
         if len(self.managers) == 1:
-            return (self.managers[0].longest_hit(block_hashes, keep_from),)
+            return (self.managers[0].longest_hit(block_hashes),)
         num_hit = len(block_hashes)
         for manager in self._full:
-            num_hit = len(manager.longest_hit(block_hashes[:num_hit], num_hit))
+            num_hit = len(manager.longest_hit(block_hashes[:num_hit]))
         is_stable = False
         while not is_stable:
             before = num_hit

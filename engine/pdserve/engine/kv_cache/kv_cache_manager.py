@@ -30,7 +30,6 @@ from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
     DraftHeadManager,
     RestingBlocks,
     StateManager,
-    first_sent,
 )
 from pdserve.engine.request import Request
 from pdserve.engine.sequence_blocks import BlockCounts, RowPairs, pairs_by_shape
@@ -112,8 +111,7 @@ class KVCacheManager:
         if request.skip_reading_prefix_cache:
             return NO_BLOCKS
         hashes = request.block_hashes[: limit_tokens // self.block_size]
-        keep_from = first_sent(request, len(hashes))
-        return KVCacheBlocks(self.coordinator.find_longest_cache_hit(hashes, keep_from))
+        return KVCacheBlocks(self.coordinator.find_longest_cache_hit(hashes))
 
     def get_blocks_to_keep(self, request: Request, num_tokens: int) -> KVCacheBlocks:
         """As `get_computed_blocks`, of a sequence whose further blocks are received: the longest run of which no block is missing

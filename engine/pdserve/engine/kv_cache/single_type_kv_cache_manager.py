@@ -56,10 +56,10 @@ class SingleTypeKVCacheManager:
         """
         return request.num_tokens
 
-    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
+    def longest_hit(self, block_hashes: Sequence[bytes]) -> tuple[KVCacheBlock, ...]:
         """The longest beginning of a sequence of which the pool has every block that a later token sees; `NULL_BLOCK` for others.
 
-        block_hashes: of its full blocks. keep_from: blocks from this one on are needed, seen or not.
+        block_hashes: of its full blocks.
         """
         found = []
         for name in self.names(block_hashes):
@@ -182,22 +182,12 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     allocated."""
 
     def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        group_id: int,
-        shape: int,
-        window: SlidingWindow,
-        step_tokens: int,
-        *,
-        is_alone: bool,
+        self, pool: BlockPool, block_size: int, group_id: int, shape: int, window: SlidingWindow, step_tokens: int
     ) -> None:
-        """step_tokens: of one sequence per step, at most. is_alone: True for the only group, of which a receiver may ask for blocks
-        that no token sees: older workers keep them. In one of several groups no receiver does."""
+        """step_tokens: of one sequence per step, at most."""
         super().__init__(pool, block_size, group_id, shape)
         self.window = window
         self._num_reserved_blocks = num_window_blocks(window.num_tokens, block_size, step_tokens)
-        self._is_alone = is_alone
 
     def growth(self, request: Request, num_tokens: int, num_given: int | None) -> int:
         num_more = super().growth(request, num_tokens, num_given)
@@ -205,22 +195,19 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return num_more if self.window.is_chunk else min(1, num_more)
 
     def num_skipped(self, request: Request, num_computed_tokens: int) -> int:
-        num_skipped = self.window.num_skipped_blocks(num_computed_tokens)
-        return min(num_skipped, first_sent(request, num_skipped)) if self._is_alone else num_skipped
+        return self.window.num_skipped_blocks(num_computed_tokens)
 
     def num_reserved_tokens(
         self, request: Request, num_computed_tokens: int, computed: Sequence[KVCacheBlock | None]
     ) -> int:
         num_blocks = self.window.num_skipped_blocks(num_computed_tokens) + self._num_reserved_blocks
         if request.core.transfer_source:
-            if self._is_alone:
-                return request.num_tokens  # a receiver may ask for all of them
             # a wanted source cannot be preempted. With one block per shared block in addition, it lacks none until it frees these,
             # so of several sources that share blocks the last one always moves on, and then the one before
             num_blocks += sum(block is not NULL_BLOCK and block is not None and block.ref_cnt > 0 for block in computed)
         return min(request.num_tokens, num_blocks * self.block_size)
 
-    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
+    def longest_hit(self, block_hashes: Sequence[bytes]) -> tuple[KVCacheBlock, ...]:
         found: dict[int, KVCacheBlock] = {}
 
         def has(index: int) -> bool:
@@ -229,10 +216,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
                 found[index] = block
             return block is not None
 
-        end = self.window.longest_hit(has, len(block_hashes), keep_from)
+        end = self.window.longest_hit(has, len(block_hashes))
         if end == 0:
             return ()
-        first = self.window.first_needed_block(end, keep_from)
+        first = self.window.first_needed_block(end)
         return (*[NULL_BLOCK] * first, *(found[index] for index in range(first, end)))
 
     def free_skipped(self, request: Request, num_remembered: int) -> int:
@@ -257,16 +244,12 @@ class StateManager(SlidingWindowManager):
 
     def __init__(self, pool: BlockPool, block_size: int, group_id: int, shape: int) -> None:
         window = SlidingWindow(STATE_WINDOW, block_size)
-        super().__init__(pool, block_size, group_id, shape, window, 1, is_alone=False)
+        super().__init__(pool, block_size, group_id, shape, window, 1)
 
     def num_reserved_tokens(
         self, request: Request, num_computed_tokens: int, computed: Sequence[KVCacheBlock | None]
     ) -> int:
         return 0  # the state after a step is not that after a later one
-
-    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
-        # no receiver asks for states before the last ones of the prompt
-        return super().longest_hit(block_hashes, len(block_hashes))
 
     def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | None]) -> int:
         table = self.tables.get(request.request_id)
@@ -305,24 +288,17 @@ class StateManager(SlidingWindowManager):
 
 
 def make_manager(
-    spec: KVCacheSpec, pool: BlockPool, block_size: int, group_id: int, step_tokens: int, *, is_alone: bool
+    spec: KVCacheSpec, pool: BlockPool, block_size: int, group_id: int, step_tokens: int
 ) -> SingleTypeKVCacheManager:
-    """step_tokens, is_alone: see `SlidingWindowManager`."""
+    """step_tokens: see `SlidingWindowManager`."""
     if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         window = SlidingWindow(spec.reach, block_size, is_chunk=isinstance(spec, ChunkedLocalAttentionSpec))
-        return SlidingWindowManager(pool, block_size, group_id, spec.shape, window, step_tokens, is_alone=is_alone)
+        return SlidingWindowManager(pool, block_size, group_id, spec.shape, window, step_tokens)
     if isinstance(spec, StateSpec):
         return StateManager(pool, block_size, group_id, spec.shape)
     if isinstance(spec, DraftHeadSpec):
         return DraftHeadManager(pool, block_size, group_id, spec.shape)
     return FullAttentionManager(pool, block_size, group_id, spec.shape)
-
-
-def first_sent(request: Request, otherwise: int) -> int:
-    """The first block that a transfer source must keep for its receiver, 0 while none has asked; `otherwise` if it is no source."""
-    if not request.core.transfer_source:
-        return otherwise
-    return request.wanted_from or 0
 
 
 def _num_null(blocks: Sequence[KVCacheBlock | None]) -> int:

@@ -21,23 +21,18 @@ class SlidingWindow:
         """Number of a sequence's first blocks that no token after its first `num_computed_tokens` can see."""
         return num_skipped_blocks(num_computed_tokens, self.num_tokens, self.block_size, is_chunk=self.is_chunk)
 
-    def first_needed_block(self, num_blocks: int, keep_from: int | None = None) -> int:
-        """The first block that a hit of `num_blocks` blocks, at least 1, needs.
-
-        keep_from: blocks from this one on are needed, seen or not; None: none are.
-        """
+    def first_needed_block(self, num_blocks: int) -> int:
+        """The first block that a hit of `num_blocks` blocks, at least 1, needs."""
         # the last block is asked for even if a window of one token, or a new chunk, does not see it
-        first = min(self.num_skipped_blocks(num_blocks * self.block_size), num_blocks - 1)
-        return first if keep_from is None else min(first, keep_from)
+        return min(self.num_skipped_blocks(num_blocks * self.block_size), num_blocks - 1)
 
-    def longest_hit(self, has: Callable[[int], bool], num_blocks: int, keep_from: int | None = None) -> int:
+    def longest_hit(self, has: Callable[[int], bool], num_blocks: int) -> int:
         """Length in blocks of the longest prefix whose windowed blocks are all cached.
 
-        has: True if the cache has the sequence's block of this index, below `num_blocks`; called once for each at most. keep_from:
-        as of `first_needed_block`.
+        has: True if the cache has the sequence's block of this index, below `num_blocks`; called once for each at most.
         """
         end = index = num_blocks
-        while end > 0 and index > self.first_needed_block(end, keep_from):
+        while end > 0 and index > self.first_needed_block(end):
             index -= 1
             if not has(index):
                 end = index  # a longer beginning needs this block
