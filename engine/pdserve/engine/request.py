@@ -69,8 +69,15 @@ class IllegalMove(RuntimeError):
 class Wait(enum.Enum):
     """Conditions that a request may wait for before it can be scheduled; the status names the first pending one in this order."""
 
-    GRAMMAR = RequestStatus.WAITING_FOR_FSM
-    REMOTE_KV = RequestStatus.WAITING_FOR_REMOTE_KVS
+    GRAMMAR = enum.auto()
+    REMOTE_KV = enum.auto()
+    """Blocks from another worker."""
+    OFFER = enum.auto()
+    """What another worker's prefix cache has of the prompt."""
+
+    @property
+    def status(self) -> RequestStatus:
+        return RequestStatus.WAITING_FOR_FSM if self is Wait.GRAMMAR else RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class Request:
@@ -102,6 +109,10 @@ class Request:
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
         if self.sampling_params.structured_outputs is not None:
             self.waits_for.add(Wait.GRAMMAR)
+        if core.block_source is not None and not self.skip_reading_prefix_cache:
+            self.waits_for.add(Wait.OFFER)
+        self.num_offered_blocks = 0
+        """Full blocks from its first that another worker has offered; 0 once they are received, or will not come."""
         self.grammar: Grammar | None = None
         """State of the grammar after the last output token, once it is compiled; kept through preemptions."""
         self.status = self._first_status()
@@ -139,7 +150,7 @@ class Request:
     def _first_status(self) -> RequestStatus:
         for wait in Wait:
             if wait in self.waits_for:
-                return wait.value
+                return wait.status
         return RequestStatus.WAITING
 
     def order_by_time(self) -> None:

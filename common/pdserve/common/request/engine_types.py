@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     """The transfer moves no blocks of a draft head, since source and receiver do not have the same one."""
     wanted_from: int | None = None
     """Source side, if `Want` has arrived already: the first block index that the receiver lacks."""
+    block_source: BlockSource | None = None
+    """Has blocks of the prompt: those that are missing here are read from there, and the rest is computed."""
     resumable: bool = False
     """A session: the end of a turn is not its end; it waits in `WAITING_FOR_STREAMING_REQ` for a `StreamingUpdate`."""
     prefill_here: bool = False
@@ -75,6 +78,9 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
         """Refuse combinations that no engine serves. Raises: InvalidRequest naming the field."""
         if self.resumable and (self.remote_prefill or self.transfer_source):
             raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
+        if self.block_source is not None and (self.resumable or self.remote_prefill):
+            kind = "KV of a session is never transferred" if self.resumable else "the whole prompt is received"
+            raise InvalidRequest(f"block_source is given, but {kind}", "block_source")
         if self.resumable and self.pooling_params is not None:
             raise InvalidRequest("resumable is set, but an embedding ends with its prompt", "resumable")
         self.verify_embeds_alone()
@@ -90,10 +96,10 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
 
     def verify_without_transfers(self) -> None:
         """Refuse what only an engine with transfers serves. Raises: InvalidRequest naming the field."""
-        for field in ("remote_prefill", "transfer_source"):
+        for field in ("remote_prefill", "transfer_source", "block_source"):
             if getattr(self, field):
                 raise InvalidRequest(
-                    f"{field} is true, and this engine has no transfers: only workers have them", field
+                    f"{field} is given, and this engine has no transfers: only workers have them", field
                 )
 
 

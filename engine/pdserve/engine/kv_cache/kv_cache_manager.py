@@ -63,6 +63,14 @@ class RestingTable:
     groups: tuple[RestingBlocks, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CachedRun:
+    """The first full blocks of a sequence, as far as the prefix cache has what the next token sees."""
+
+    order: TransferOrder
+    table: RestingTable
+
+
 class KVCacheManager:
     """Block tables over a `BlockPool`."""
 
@@ -387,6 +395,27 @@ class KVCacheManager:
         if request.core.without_draft_head:
             windows, chunks = self._moved_windows, self._moved_chunks
         return TransferOrder.of(windows, request.num_given_tokens, self.block_size, chunks)
+
+    def order_of_blocks(self, num_blocks: int) -> TransferOrder:
+        """The numbers of the first `num_blocks` full blocks of any sequence in a transfer between prefix caches."""
+        num_tokens = num_blocks * self.block_size
+        return TransferOrder.of(self._group_windows, num_tokens, self.block_size, self._group_chunks)
+
+    def find_run(self, block_hashes: Sequence[bytes]) -> CachedRun:
+        """What the prefix cache has of a sequence whose full blocks have these hashes. Takes no reference."""
+        found = self.coordinator.find_longest_cache_hit(block_hashes)
+        table = RestingTable(tuple((blocks, tuple(block.life for block in blocks)) for blocks in found))
+        return CachedRun(self.order_of_blocks(min(map(len, found))), table)
+
+    def hold_run(self, run: CachedRun, first_index: int) -> PinnedBlocks | None:
+        """A hold on the blocks of a run from this number on; None if one of them has been reused since it was found."""
+        blocks = []
+        for group, place in run.order.blocks(first_index, len(run.order)):
+            of_group, lives = run.table.groups[group]
+            if of_group[place] is NULL_BLOCK or of_group[place].life != lives[place]:
+                return None
+            blocks.append(of_group[place])
+        return self.pool.hold(blocks)
 
     def expect_received(self, request: Request) -> None:
         """Note that a transfer fills the blocks of a sequence's given tokens."""

@@ -9,8 +9,10 @@ these values over two queues and share nothing else. A late, repeated or unknown
     StopReceiving  return the holds                   SourceFinished  the source is done: count, first token
     Settled        these blocks are final             ReceiveFailed   the transfer is over, with its cause
     Missed         `Want` too late: compute again     HoldReturned    no read or write of these is under way
-                                                      Want            the receiver has reserved blocks: publish
+    Found          so many blocks are cached here     Want            the receiver has reserved blocks: publish
                                                       Revoke          the transfer ended before release
+                                                      Lookup          what does the prefix cache have of these
+                                                      Offered         another worker has so many blocks
 """
 
 from __future__ import annotations
@@ -59,7 +61,16 @@ class Missed:
     request_id: str
 
 
-OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Source side: the answer to `Lookup`. `Want` may follow; the blocks are not pinned before."""
+
+    request_id: str
+    num_blocks: int
+    """Places from the first; 0: nothing is known of the request any more."""
+
+
+OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed | Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,8 @@ class SourceFinished:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """The transfer failed; the request ends with `cause`, and the router decides about another attempt."""
+    """The transfer failed. A request with `remote_prefill` ends with `cause`, and the router decides about another attempt; what
+    another one lacks is computed here."""
 
     request_id: str
     cause: PdServeError
@@ -111,7 +123,24 @@ class Revoke:
     request_id: str
 
 
-IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | Want | Revoke
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Source side: another worker asks for the blocks with these hashes, the first of a sequence. `Found` answers."""
+
+    request_id: str
+    """Of the transfer, not of a request here."""
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The sequence's `block_source` has its first `num_blocks` blocks."""
+
+    request_id: str
+    num_blocks: int
+
+
+IntoEngine = Landed | SourceFinished | ReceiveFailed | HoldReturned | Want | Revoke | Lookup | Offered
 
 
 class KvOutbox(Protocol):

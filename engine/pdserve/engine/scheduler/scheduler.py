@@ -41,7 +41,7 @@ from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.session_commands import SessionCommands
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
-from pdserve.engine.scheduler.transfer_events import End, KvSendTracker, TransferEvents
+from pdserve.engine.scheduler.transfer_events import ComputeHere, End, KvSendTracker, Offer, TransferEvents
 from pdserve.engine.scheduler.waiting.remote_kv_queue import Ready, RemoteKvQueue
 from pdserve.engine.scheduler.waiting.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.waiting.waiting_queues import Refusal, WaitingQueues
@@ -72,7 +72,7 @@ class Scheduler:
         self.receives = RemoteKvQueue(config, self.kv, self.holds, connector, self.starvation, self.loads)
         self.sources = KvSendTracker(self.kv, self.holds, connector)
         self.grammars = StructuredOutputManager(compiler, config.grammar_timeout_s)
-        self.waiting = WaitingQueues(config, self.kv, self.starvation, self.loads)
+        self.waiting = WaitingQueues(config, self.kv, self.starvation, self.loads, self.receives)
         self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
         """Unfinished sequences, by `Request.request_id`."""
@@ -189,10 +189,35 @@ class Scheduler:
     def apply(self, event: IntoEngine) -> None:
         """Apply one event. Late, repeated and unknown events are counted and dropped (I9)."""
         outcome = self.events.apply(event)
-        if isinstance(outcome, End):
-            self.finisher.finish(outcome.request, outcome.status, cause=outcome.cause)
-        else:
-            self._run_if_ready(outcome)
+        match outcome:
+            case End():
+                self.finisher.finish(outcome.request, outcome.status, cause=outcome.cause)
+            case Offer():
+                self._offered(outcome.request, outcome.num_blocks)
+            case ComputeHere():
+                self._compute_here(outcome.request, outcome.cause)
+            case _:
+                self._run_if_ready(outcome)
+
+    def _offered(self, request: Request, num_blocks: int) -> None:
+        """Let a request enter the queues: it is known what its source has."""
+        most = (request.num_tokens - 1) // self.config.block_size
+        if num_blocks <= most and not request.core.without_draft_head:
+            request.num_offered_blocks = num_blocks
+        elif num_blocks:
+            self.receives.cancel_remote(request)
+        request.settle_wait(Wait.OFFER)
+        if not request.waits_for:
+            self.waiting.add(request)
+
+    def _compute_here(self, request: Request, cause: PdServeError) -> None:
+        """Let a sequence wait for its admission again, without the blocks that were being fetched; what has landed is cached."""
+        self.receives.stop(request, cause)
+        self.loads.stop(request)
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        request.settle_wait(Wait.REMOTE_KV)
+        self.waiting.add(request)
 
     def loads_finished(self, load_ids: Sequence[int]) -> None:
         """Continue the sequences whose blocks have come from the host-memory tier."""
@@ -208,7 +233,9 @@ class Scheduler:
             return
         request, first_tokens = ready
         request.settle_wait(Wait.REMOTE_KV)
-        if request.waits_for:
+        if not request.core.remote_prefill:
+            self.waiting.add_ready(request)
+        elif request.waits_for:
             self.grammars.hold(request, first_tokens)
         else:
             self._start_decoding(request, first_tokens)
@@ -344,7 +371,11 @@ class Scheduler:
         if victim is None:
             return False
         self.receives.expect_room()
-        self.finisher.fail(victim, Evicted("running sequences needed the blocks that were reserved for it"))
+        cause = Evicted("running sequences needed the blocks that were reserved for it")
+        if victim.core.remote_prefill:
+            self.finisher.fail(victim, cause)
+        else:
+            self._compute_here(victim, cause)
         return True
 
     def _schedule_waiting(self, step: BatchBuilder) -> None:

@@ -67,6 +67,8 @@ class FinishRequest:
     def forget(self, request: Request, status: RequestStatus) -> None:
         """Remove a sequence from every part, after its end was reported."""
         self._waiting.remove(request)
+        if Wait.OFFER in request.waits_for or request.num_offered_blocks:
+            self._receives.cancel_remote(request)
         self._grammars.forget(request)
         if request.grammar is not None:
             request.grammar.close()

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.engine.kv_cache.block_pool import PinTracker
-from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager, RestingTable
+from pdserve.engine.kv_cache.kv_cache_manager import CachedRun, KVCacheManager, RestingTable
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import (
+    Found,
     HoldReturned,
     IntoEngine,
     KvOutbox,
     Landed,
+    Lookup,
     Missed,
+    Offered,
     ReceiveFailed,
     Revoke,
     Settled,
@@ -38,6 +41,25 @@ class End:
     cause: PdServeError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Result of an event after which this request can be admitted: its source has so many of its first blocks."""
+
+    request: Request
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeHere:
+    """Result of an event after which blocks of this request that were being fetched have to be computed."""
+
+    request: Request
+    cause: PdServeError
+
+
+Outcome = Ready | End | Offer | ComputeHere | None
+
+
 @dataclass(eq=False)
 class TransferEvents:
     """Passes events on to `RemoteKvQueue` and `KvSendTracker`."""
@@ -49,13 +71,16 @@ class TransferEvents:
     _waiting: WaitingQueues
     num_dropped: int = field(default=0, init=False)
 
-    def apply(self, event: IntoEngine) -> Ready | End | None:
+    def apply(self, event: IntoEngine) -> Outcome:
         """Apply one event; returns the action that the scheduler must take, None if there is none."""
         if isinstance(event, HoldReturned):
             self._holds.back(event.hold)
             return self._receives.returned(event.request_id, event.hold.block_ids)
-        if isinstance(event, Revoke):
-            self._sources.forget(event.request_id)
+        if isinstance(event, Lookup):
+            self._sources.lookup(event)
+            return None
+        if isinstance(event, Revoke) and self._sources.forget(event.request_id):
+            return None
         request = self._requests.get(event.request_id)
         if request is None:
             if not (isinstance(event, Want) and self._sources.want_ended(event.request_id, event.first_index)):
@@ -72,6 +97,8 @@ class TransferEvents:
                 return self._failed(request, outcome.cause) if isinstance(outcome, ReceiveFailed) else outcome
             case ReceiveFailed():
                 return self._failed(request, event.cause)
+            case Offered():
+                return self._offered(request, event.num_blocks)
             case Want():
                 self._want(request, event.first_index)
                 return None
@@ -85,15 +112,27 @@ class TransferEvents:
         self._sources.want(request, first_index)
         self._waiting.wanted(request)
 
-    def _failed(self, request: Request, cause: PdServeError) -> End | None:
+    def _offered(self, request: Request, num_blocks: int) -> Offer | None:
+        if Wait.OFFER in request.waits_for:
+            return Offer(request, num_blocks)
+        self._receives.cancel_remote(request)
+        return None
+
+    def _failed(self, request: Request, cause: PdServeError) -> Outcome:
         if Wait.REMOTE_KV in request.waits_for:
-            return End(request, RequestStatus.FINISHED_ERROR, cause)
-        self.num_dropped += 1
+            if request.core.remote_prefill:
+                return End(request, RequestStatus.FINISHED_ERROR, cause)
+            return ComputeHere(request, cause)
+        if Wait.OFFER in request.waits_for:
+            return Offer(request, 0)
+        self.num_dropped += not request.num_offered_blocks
+        request.num_offered_blocks = 0
         return None
 
 
 class KvSendTracker:
-    """Publishes final blocks of wanted sequences, each once; no block is published before `Want`.
+    """Publishes final blocks of wanted sequences, each once; no block is published before `Want`. Those that another worker looks
+    up in the prefix cache are all final.
 
     A prefill that ends before `Want` *rests*: its blocks are released, so they are cached and later reused. `Want` usually follows
     soon, so the block table is kept without references: if no block has been reused when it arrives, all blocks are published
@@ -105,6 +144,8 @@ class KvSendTracker:
         self._holds = holds
         self._connector = connector
         self._resting: dict[str, tuple[Request, RestingTable]] = {}
+        self._found: dict[str, CachedRun] = {}
+        """Transfer -> what `lookup` has found, until it is wanted."""
         self.device_event: DeviceEvent | None = None
         """On a GPU, the event of the last step; every final block was written before it."""
 
@@ -113,15 +154,29 @@ class KvSendTracker:
         ends."""
         self._resting[request.request_id] = (request, self._kv.rest(request))
 
-    def forget(self, request_id: str) -> None:
-        """Drop the table of a sequence whose transfer has ended; no effect if it is not resting."""
-        self._resting.pop(request_id, None)
+    def lookup(self, event: Lookup) -> None:
+        """Look up blocks for another worker, and keep where they are without references: who never asks for them pins nothing."""
+        run = self._kv.find_run(event.block_hashes)
+        if run.order.num_places:
+            self._found[event.request_id] = run
+        self._connector.send(Found(event.request_id, run.order.num_places))
+
+    def forget(self, request_id: str) -> bool:
+        """Drop the table of a sequence whose transfer has ended; False if it is not resting."""
+        return (self._resting.pop(request_id, None) or self._found.pop(request_id, None)) is not None
 
     def want_ended(self, request_id: str, first_index: int) -> bool:
         """Handle `Want` for an ended sequence: publish it if its blocks are unchanged, else send `Missed`.
 
         False if it is not resting: it was published before, or its transfer has ended.
         """
+        if (run := self._found.pop(request_id, None)) is not None:
+            hold = self._kv.hold_run(run, first_index)
+            if hold is None:
+                self._connector.send(Missed(request_id))
+            else:
+                self._connector.send(Settled(request_id, first_index, self._holds.out(hold), self.device_event))
+            return True
         if (resting := self._resting.pop(request_id, None)) is None:
             return False
         request, table = resting

@@ -6,6 +6,9 @@
 
 Blocks that the host-memory tier has are loaded from there instead of received. Sequences in this queue cost a step nothing, since
 only events change them.
+
+A sequence with a `block_source` is admitted as others are, and then comes here with `fetch`: the blocks that its source has offered
+are received, and the rest of its prompt is computed.
 """
 
 from __future__ import annotations
@@ -54,6 +57,12 @@ class Receive:
     """Blocks to receive, the partial last one included."""
     held: set[int]
     """Block ids the transfer may still write."""
+    num_tokens: int
+    """Tokens whose blocks are here when all have landed."""
+    num_sent_tokens: int
+    """What the source says that it has sent."""
+    first_hash: bytes = b""
+    """Of a fetch's first block."""
     num_landed: int = 0
     finished: SourceFinished | None = field(default=None)
 
@@ -83,6 +92,8 @@ class RemoteKvQueue:
         self._unreserved = starvation.watch(RequestQueue())
         self._refused = RefusedAdmissions(config, kv)
         self._receiving: dict[str, Receive] = {}
+        self._fetched: set[bytes] = set()
+        """Hash of the first block of each fetch."""
         self._unsent: dict[str, ReceiveInto] = {}
         """Reserved in this step: their blocks may still be copied to the host-memory tier."""
         self.num_parked = 0
@@ -142,15 +153,49 @@ class RemoteKvQueue:
             self._kv.count_lookup(request, request.num_given_tokens, num_in_pool)
             self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
             request.num_cached_tokens = num_places * self._config.block_size if in_host else num_in_pool
-            request.mark("kv_reserved")
             self._kv.expect_received(request)
             order = self._kv.transfer_order(request)
-            first = order.number(num_places)
-            hold = self._holds.out(self._kv.hold(request, first, len(order)))
-            self._receiving[request.request_id] = Receive(request, order, first, len(hold), set(hold.block_ids))
-            self.num_parked += request.num_sequences
+            num_tokens, num_sent_tokens = request.num_given_tokens, request.core.num_sent_tokens
+            self._receive(request, order, num_places, num_tokens=num_tokens, num_sent_tokens=num_sent_tokens)
             growth, has_others = added(growth, own_growth), True
-            self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
+
+    def _receive(
+        self,
+        request: Request,
+        order: TransferOrder,
+        num_places: int,
+        *,
+        num_tokens: int,
+        num_sent_tokens: int,
+        first_hash: bytes = b"",
+    ) -> None:
+        """Receive the blocks after the first `num_places` places into the sequence's tables. Further arguments: of `Receive`."""
+        request.mark("kv_reserved")
+        first = order.number(num_places)
+        hold = self._holds.out(self._kv.hold_places(request, order.blocks(first, len(order))))
+        self._receiving[request.request_id] = Receive(
+            request, order, first, len(hold), set(hold.block_ids), num_tokens, num_sent_tokens, first_hash
+        )
+        self.num_parked += request.num_sequences
+        self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
+
+    def fetch(self, request: Request, num_places: int) -> None:
+        """Receive what the sequence's source has offered after its first `num_places` places. Its tables have room for that."""
+        order = self._kv.order_of_blocks(request.num_offered_blocks)
+        num_tokens, first_hash = order.num_places * self._config.block_size, request.block_hashes[num_places]
+        self._fetched.add(first_hash)
+        self._receive(
+            request, order, num_places, num_tokens=num_tokens, num_sent_tokens=num_tokens, first_hash=first_hash
+        )
+
+    def is_fetching(self, block_hash: bytes) -> bool:
+        """True if a fetch begins with this block: it is soon in the pool, for all."""
+        return block_hash in self._fetched
+
+    @property
+    def fetching(self) -> list[Request]:
+        """Sequences that receive only a part of their prompt."""
+        return [receive.request for receive in self._receiving.values() if not receive.request.core.remote_prefill]
 
     def _growth(self, request: Request, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence and those forked from it may take soon. num_given: as of `KVCacheManager.growth`."""
@@ -211,10 +256,11 @@ class RemoteKvQueue:
         if receive is None:
             return None
         request = receive.request
-        if event.num_tokens != request.core.num_sent_tokens or len(event.token_ids) != request.num_sequences:
+        num_sampled = request.num_sequences if request.core.remote_prefill else 0
+        if event.num_tokens != receive.num_sent_tokens or len(event.token_ids) != num_sampled:
             text = (
                 f"the source computed {event.num_tokens} tokens and sampled {len(event.token_ids)}, "
-                f"{request.core.num_sent_tokens} tokens and {request.num_sequences} sequences were asked for"
+                f"{receive.num_sent_tokens} tokens and {num_sampled} sequences were asked for"
             )
             return ReceiveFailed(event.request_id, DigestMismatch(text))
         receive.finished = event
@@ -234,13 +280,12 @@ class RemoteKvQueue:
 
     def stop(self, request: Request, cause: Exception | None = None) -> None:
         """End a waiting request. Its verified full blocks enter the cache, unless the request digests differed."""
-        receive = self._receiving.pop(request.request_id, None)
+        receive = self._take(request)
         if receive is None:
             self._unreserved.remove(request)
             self._refused.forget(request)
             self._starvation.ended(request)
         else:
-            self.num_parked -= request.num_sequences
             if (unsent := self._unsent.pop(request.request_id, None)) is not None:
                 self._holds.back(unsent.hold)
             else:
@@ -255,9 +300,15 @@ class RemoteKvQueue:
         request = receive.request
         if not receive.is_complete or receive.finished is None or self._loads.is_waited_for(request):
             return None
-        del self._receiving[request.request_id]
-        self.num_parked -= request.num_sequences
+        self._take(request)
         request.mark("kv_landed")
-        request.num_computed_tokens = request.num_given_tokens
+        request.num_computed_tokens = receive.num_tokens
         self._kv.remember_received(request, receive.order.num_places)
         return request, receive.finished.token_ids
+
+    def _take(self, request: Request) -> Receive | None:
+        receive = self._receiving.pop(request.request_id, None)
+        if receive is not None:
+            self.num_parked -= request.num_sequences
+            self._fetched.discard(receive.first_hash)
+        return receive

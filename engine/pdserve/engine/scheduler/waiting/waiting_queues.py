@@ -17,10 +17,11 @@ from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
-from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.host_loads import NOT_IN_HOST, HostLoads, InHost
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
+from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
 
 
@@ -56,17 +57,45 @@ class Refusal(enum.Enum):
     OTHERS_FIRST = "others have the next room"
     NO_LORA_SLOT = "other adapters have all slots"
     NO_ENCODER_ROOM = "images of others have the room or the step"
-    LOADING = "its blocks are being loaded from the host-memory tier"
+    LOADING = "its blocks are being loaded from the host-memory tier, or come from another worker"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """What need not be computed of a sequence's first tokens."""
+
+    blocks: KVCacheBlocks = NO_BLOCKS
+    """From the prefix cache."""
+    num_tokens: int = 0
+    """Tokens that are computed already: those of `blocks`, or of a session's own."""
+    in_host: InHost = NOT_IN_HOST
+    num_known: int = 0
+    """Tokens with those that are loaded and fetched."""
+    is_fetched: bool = False
+    """True if the last of them come from the sequence's source."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing has to come."""
+        return self.num_known == self.num_tokens
 
 
 class WaitingQueues:
     """The scheduler's queues of sequences that do not run."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, starvation: StarvationGuard, loads: HostLoads) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        starvation: StarvationGuard,
+        loads: HostLoads,
+        receives: RemoteKvQueue,
+    ) -> None:
         self._config = config
         self._kv = kv
         self._loads = loads
+        self._receives = receives
         self._starvation = starvation
         self._preempted = starvation.preempted
         self._ready = RequestQueue()
@@ -152,7 +181,7 @@ class WaitingQueues:
         num_growing: number of sequences that run or are being received. One block stays free for each of them, and for each ready
         one; if there are any, a prompt of n sequences is admitted only together with n - 1 further blocks. Returns the number of
         tokens to compute in this step, or the reason why it cannot enter, or the error that ends it. A sequence with blocks in the
-        tier gets all blocks of its tokens and waits until the tier's are loaded; then it is ready.
+        tier, or at another worker, gets all blocks of its tokens and waits until those have come; then it is ready.
         """
         if not running.lora_slots.fits(request.core.lora_fingerprint):
             return Refusal.NO_LORA_SLOT
@@ -170,10 +199,10 @@ class WaitingQueues:
         chunk_budget = None if self._config.reserve_whole_prompt else budget
         if self._refused.still_lacks_room(request, keep_free, chunk_budget):
             return Refusal.NO_ROOM
-        computed, cached, in_host = self._cached(request)
-        if self._loads.is_loading(in_host):
+        cached = self._cached(request)
+        if self._is_coming(request, cached):
             return Refusal.LOADING
-        uncached = request.num_tokens - cached - len(in_host) * self._config.block_size
+        uncached = request.num_tokens - cached.num_known
         lacks_pixels = request.lacks_pixels(request.num_tokens - uncached)
         if lacks_pixels or self._too_long_for_here(request, uncached):
             if request.status is RequestStatus.WAITING:
@@ -184,30 +213,38 @@ class WaitingQueues:
                 return Evicted("images or sound of the prompt would have to be encoded again, and are not here")
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
-        chunk = self._kv.chunk(request, cached, self._config.chunk(uncached, budget))
-        encoded = running.encoder.plan(request, cached, chunk)
+        chunk = self._kv.chunk(request, cached.num_tokens, self._config.chunk(uncached, budget))
+        encoded = running.encoder.plan(request, cached.num_tokens, chunk)
         num_tokens = encoded.num_tokens
-        if not num_tokens and not in_host:
+        if not num_tokens and cached.is_complete:
             return Refusal.NO_ENCODER_ROOM
-        room = self.room(request, cached, num_tokens, computed)
-        if in_host:
+        room = self.room(request, cached.num_tokens, num_tokens, cached.blocks)
+        if not cached.is_complete:
             # what follows the load is computed when that has ended: a group with a window needs room only for it
-            num_loaded = cached + len(in_host) * self._config.block_size
-            room = self._kv.room(request, num_loaded, num_loaded, in_host.blocks)
+            blocks = cached.in_host.blocks if cached.in_host else cached.blocks
+            room = self._kv.room(request, cached.num_known, cached.num_known, blocks)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
-        if self._loads.allocate_slots(request, room, computed, keep_free, in_host) is None:
+        if cached.is_fetched:
+            request.waits_for.add(Wait.REMOTE_KV)
+        if self._loads.allocate_slots(request, room, cached.blocks, keep_free, cached.in_host) is None:
+            request.waits_for.discard(Wait.REMOTE_KV)
             if not self._kv.has_blocks(request):
                 self._refused.add(request)
             return Refusal.NO_ROOM
         self.remove(request)
         self._starvation.placed(request)
-        request.num_computed_tokens = cached
+        request.num_computed_tokens = cached.num_tokens
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = request.num_tokens - uncached
-            self._kv.count_lookup(request, request.num_given_tokens, cached)
-            self._loads.count_lookup(request.num_given_tokens - cached, len(in_host))
-        if in_host:
+            self._kv.count_lookup(request, request.num_given_tokens, cached.num_tokens)
+            self._loads.count_lookup(request.num_given_tokens - cached.num_tokens, len(cached.in_host))
+        if cached.is_fetched:
+            self._receives.fetch(request, len(cached.blocks) + len(cached.in_host))
+        elif request.num_offered_blocks:
+            self._receives.cancel_remote(request)
+        request.num_offered_blocks = 0
+        if not cached.is_complete:
             request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
             return Refusal.LOADING
         running.encoder.commit(request, encoded)
@@ -242,23 +279,30 @@ class WaitingQueues:
         running.encoder.commit(request, encoded)
         return encoded.num_tokens
 
-    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int, InHost]:
-        """(blocks to share from the cache, tokens that are computed already, the blocks after them in the tier).
-
-        A session may have kept its own blocks.
-        """
+    def _cached(self, request: Request) -> Cached:
+        """What the prefix cache has of a sequence, then the host-memory tier, then its source."""
         if self._kv.has_blocks(request):
-            return NO_BLOCKS, request.num_computed_tokens, NOT_IN_HOST
-        limit = request.num_tokens - 1
+            num_tokens = request.num_computed_tokens  # a session may have kept its own blocks
+            return Cached(num_tokens=num_tokens, num_known=num_tokens)
+        limit, block_size = request.num_tokens - 1, self._config.block_size
         computed = self._kv.get_computed_blocks(request, limit)
         in_host = self._loads.find(request, computed, limit)
-        num_cached, encoder_prompt = len(computed) * self._config.block_size, request.core.encoder_prompt
-        if (
-            encoder_prompt is not None
-            and num_cached + len(in_host) * self._config.block_size < encoder_prompt.num_slots
-        ):
-            return NO_BLOCKS, 0, NOT_IN_HOST  # a part of an encoder's prompt is computed with the whole
-        return computed, num_cached, in_host
+        num_known = max(len(computed) + len(in_host), request.num_offered_blocks) * block_size
+        encoder_prompt = request.core.encoder_prompt
+        if encoder_prompt is not None and num_known < encoder_prompt.num_slots:
+            return Cached()  # a part of an encoder's prompt is computed with the whole
+        is_fetched = request.num_offered_blocks > len(computed) + len(in_host)
+        if is_fetched:
+            computed = self._kv.get_blocks_to_keep(request, num_known)
+            in_host = self._loads.find(request, computed, num_known)
+        return Cached(computed, len(computed) * block_size, in_host, num_known, is_fetched)
+
+    def _is_coming(self, request: Request, cached: Cached) -> bool:
+        """True if blocks that the sequence lacks come for another one."""
+        if self._loads.is_loading(cached.in_host):
+            return True
+        num_here = len(cached.blocks) + len(cached.in_host)
+        return cached.is_fetched and self._receives.is_fetching(request.block_hashes[num_here])
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """True if the sequence must wait for a preempted or overdue one, or for a source with `Want` of at least its priority."""
@@ -289,15 +333,15 @@ class WaitingQueues:
         limit = request.core.local_prefill_tokens
         if limit is None or request.sampling_params.prompt_logprobs is not None:
             return False
-        computed, _, in_host = self._cached(request)
-        cached = (len(computed) + len(in_host)) * self._config.block_size
+        cached = self._cached(request).num_known
         uncached = request.num_given_tokens - cached
         if request.lacks_pixels(cached):
             return False
         return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
     def _may_run_ahead(self, request: Request, room: Room, running: RunningBatch) -> bool:
-        loaded = [*self._loads.requests, *self._ready.first(self._config.max_num_seqs)]
+        coming = {request.request_id: request for request in (*self._loads.requests, *self._receives.fetching)}
+        loaded = [*coming.values(), *self._ready.first(self._config.max_num_seqs)]
         others = [*running.unwanted_sources(), *(other for other in loaded if other.is_unwanted_source)]
         used = sum(map(self._kv.num_blocks, others))
         needed = sum(map(self._config.blocks_for, room))
