@@ -6,8 +6,8 @@ that end elsewhere, sources that give up, transfers wanted late or never, events
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
-Some models have a window. Others have several KV cache groups, with windows, chunks or a state per sequence, or one of states, with blocks of one shape or of several. Others have
-a draft head, which drafts or is only filled, and which one engine of some pairs lacks.
+Some models have a window. Others have several KV cache groups, with windows, chunks or a state per sequence, or one of states, with
+blocks of one shape or of several. Others have a draft head, which drafts or is only filled, and which one engine of some lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 

@@ -15,6 +15,7 @@ import pytest
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import InternalError
 from pdserve.common.net.rpc import bind, make_server
+from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.call_proof import CallSigner
@@ -57,7 +58,7 @@ _numbers = itertools.count()
 
 
 class NodeTransfers:
-    """The `EngineTransfers` of a `Node`, whose test begins and ends transfers itself."""
+    """The `EngineTransfers` of a `Node`, whose test begins and ends transfers to receivers and from sources itself."""
 
     properties = state = None
     utilities: Mapping[str, Callable[..., object]] = {}
@@ -70,7 +71,9 @@ class NodeTransfers:
         pass
 
     def begin(self, request: EngineCoreRequest, transfer: object) -> None:
-        raise InternalError("a node's transfers are begun by its test")
+        if transfer is not None:
+            raise InternalError("a node's transfers are begun by its test")
+        self._node.adapter.fetch(request)
 
     def released(self, request_id: str) -> None:
         pass
@@ -212,14 +215,8 @@ class Pair:
         self.p, self.d = p, d
 
     def ask(self, prompt: list[int], max_tokens: int = 4, **params: Any) -> Asked:
-        request_id = f"r{next(_numbers)}.0.0"
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | params)),
-            block_hashes=HASHER.extend(ROOT, prompt),
-            hash_root=ROOT,
-        )
+        request = self._request(prompt, max_tokens, **params)
+        request_id = request.request_id
         digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
         transfer_id = secrets.token_bytes(16)
         address = f"127.0.0.1:{self.p.port}"
@@ -231,6 +228,25 @@ class Pair:
         source = _replace(request, transfer_source=True)
         self.p.adapter.source(source, transfer)
         return Asked(prompt, self.p.engine.submit(source), decode, transfer, landed)
+
+    def ask_alone(
+        self, at: Node, prompt: list[int], source: Node | None = None, limit_s: float = HANG_S, **params: Any
+    ) -> RequestStream:
+        """A request that one of the two computes. source: the other, which has blocks of the prompt."""
+        request = self._request(prompt, **params)
+        if source is not None:
+            of_blocks = BlockSource(*source.peer.key, f"127.0.0.1:{source.port}", limit_s)
+            request = _replace(request, block_source=of_blocks)
+        return at.engine.submit(request)
+
+    def _request(self, prompt: list[int], max_tokens: int = 4, **params: Any) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=f"r{next(_numbers)}.0.0",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens} | params)),
+            block_hashes=HASHER.extend(ROOT, prompt),
+            hash_root=ROOT,
+        )
 
     def leave(self, asked: Asked) -> None:
         """Both calls end, in whatever state they are."""

@@ -23,10 +23,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from pdserve.common.address.peer_address import verify_peer_address, verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
-from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.decode_session import DecodeSession
 from pdserve.decode.pushed_decode import PushedDecode
@@ -36,6 +34,7 @@ from pdserve.v1 import decode_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.source_reader import SourceReader
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker import Worker
@@ -47,6 +46,7 @@ class DecodeServicer:
 
     settings: DecodeSettings
     reader: RequestReader
+    sources: SourceReader
     engine: EngineClient
     telemetry: WorkerTelemetry
     block_bytes: int
@@ -63,6 +63,7 @@ class DecodeServicer:
             without_draft_head=decode.source.without_draft_head,
             prefill_here=decode.prefill_here,
             local_prefill_tokens=decode.local_prefill_tokens if decode.HasField("local_prefill_tokens") else None,
+            block_source=self.sources.block_source(submission),
         )
         _verify_samples(request)
         self.engine.verify(request)
@@ -85,12 +86,7 @@ class DecodeServicer:
             raise InvalidRequest(
                 f"source.transfer_id has {len(source.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "source.transfer_id"
             )
-        verify_worker_id("source.worker_id", source.worker_id)
-        verify_peer_address("source.address", source.address)
-        if is_loopback(self.settings.host) and not is_loopback(source.address):
-            raise InvalidRequest(
-                f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
-            )
+        self.sources.verify("source", source.worker_id, source.address)
         return SourceRef(
             source.worker_id,
             source.epoch,
@@ -113,6 +109,12 @@ def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     if not isinstance(settings, DecodeSettings):
         raise InternalError(f"a decode worker needs DecodeSettings, not {type(settings).__name__}")
     servicer = DecodeServicer(
-        settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.mean_block_bytes
+        settings,
+        worker.reader,
+        worker.sources,
+        worker.engine,
+        worker.telemetry,
+        worker.identity.layout.mean_block_bytes,
     )
-    return [worker.serve_calls({"decode": servicer.begin_decode, "session": servicer.begin_session})]
+    calls = worker.serve_calls({"decode": servicer.begin_decode, "session": servicer.begin_session})
+    return [calls, *worker.serve_source()]

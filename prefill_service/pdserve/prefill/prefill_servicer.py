@@ -36,6 +36,7 @@ from pdserve.v1 import prefill_pb2, request_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.source_reader import SourceReader
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker import Worker
@@ -58,6 +59,7 @@ class PrefillServicer:
     """Serves `Submission.prefill` and `Submission.embed`."""
 
     reader: RequestReader
+    sources: SourceReader
     engine: EngineClient
     telemetry: WorkerTelemetry
     layout: KvLayout
@@ -71,6 +73,7 @@ class PrefillServicer:
             submission.attempt,
             transfer_source=bool(prefill.transfer_id),
             without_draft_head=prefill.receiver.without_draft_head,
+            block_source=self.sources.block_source(submission),
         )
         if request.pooling_params is not None:
             raise InvalidRequest(
@@ -112,7 +115,8 @@ class PrefillServicer:
 
     def begin_embed(self, submission: Submission, call: StepCall) -> None:
         """Raises: as `RequestReader.request` and `EngineClient.verify`."""
-        request = self.reader.request(submission.request, submission.attempt, prefill_here=True)
+        source = self.sources.block_source(submission)
+        request = self.reader.request(submission.request, submission.attempt, prefill_here=True, block_source=source)
         if request.pooling_params is None:
             raise InvalidRequest(
                 "request.pooling_params is missing: it says which embedding is requested", "pooling_params"
@@ -170,6 +174,6 @@ def _moments(output: EngineCoreOutput, names: Mapping[str, str]) -> list[request
 
 def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     """Register what makes a worker a prefill worker; returns the service names."""
-    servicer = PrefillServicer(worker.reader, worker.engine, worker.telemetry, worker.identity.layout)
+    servicer = PrefillServicer(worker.reader, worker.sources, worker.engine, worker.telemetry, worker.identity.layout)
     calls = worker.serve_calls({"prefill": servicer.begin_prefill, "embed": servicer.begin_embed})
     return [calls, *worker.serve_source()]

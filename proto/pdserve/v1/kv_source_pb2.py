@@ -26,7 +26,7 @@ from pdserve.v1 import prefill_pb2 as pdserve_dot_v1_dot_prefill__pb2
 from pdserve.v1 import request_pb2 as pdserve_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/kv_source.proto\x12\npdserve.v1\x1a\x18pdserve/v1/prefill.proto\x1a\x18pdserve/v1/request.proto\"\xd6\x01\n\rAttachRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.pdserve.v1.OpenH\x00\x12 \n\x04want\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.WantH\x00\x12*\n\x06landed\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.BlocksLandedH\x00\x12\"\n\x05\x61live\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12&\n\x07release\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x42\t\n\x07message\"\x88\x02\n\x0b\x41ttachEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12*\n\tpublished\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.PublishedH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12\"\n\x05\x61live\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12&\n\x07revoked\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.RevokedH\x00\x12$\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.FailedH\x00\x42\x07\n\x05\x65vent\"\xd4\x01\n\x04Open\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x14\n\x0csource_epoch\x18\x02 \x01(\x06\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.Receiver\x12\x16\n\x0erequest_digest\x18\x04 \x01(\x0c\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x19\n\x11\x64igest_algorithms\x18\x06 \x03(\t\x12\x12\n\nconnectors\x18\x07 \x03(\t\x12\x0c\n\x04have\x18\x08 \x01(\r\"\xea\x01\n\x08KvLayout\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x0f\n\x07tp_rank\x18\x04 \x01(\r\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12&\n\x06shapes\x18\x06 \x03(\x0b\x32\x16.pdserve.v1.BlockShape\x12\x14\n\x0cgroup_shapes\x18\x07 \x03(\r\x12\x15\n\rgroup_windows\x18\x08 \x03(\r\x12\x12\n\ndraft_head\x18\t \x01(\t\x12\x14\n\x0cgroup_chunks\x18\n \x03(\r\"\x9f\x01\n\nBlockShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x1a\n\x12total_num_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x16\n\x0erows_per_token\x18\x07 \x01(\r\"\x93\x01\n\x08\x41\x63\x63\x65pted\x12\x11\n\tconnector\x18\x01 \x01(\t\x12\x18\n\x10\x64igest_algorithm\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\r\n\x05token\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12*\n\x0bhead_groups\x18\x06 \x03(\x0b\x32\x15.pdserve.v1.HeadGroup\"\x90\x01\n\tHeadGroup\x12\r\n\x05shape\x18\x08 \x01(\r\x12\x12\n\nfirst_head\x18\x01 \x01(\r\x12\x11\n\tnum_heads\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\r\n\x05parts\x18\x04 \x01(\r\x12\x0c\n\x04part\x18\x05 \x01(\r\x12\x10\n\x08metadata\x18\x06 \x01(\x0c\x12\r\n\x05token\x18\x07 \x01(\x0c\"/\n\x04Want\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"l\n\tPublished\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\x12\x11\n\tlocations\x18\x03 \x03(\r\x12&\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Finished\"\"\n\x0c\x42locksLanded\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"b\n\x08\x46inished\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0erequest_digest\x18\x02 \x01(\x0c\x12*\n\rfirst_outputs\x18\x03 \x03(\x0b\x32\x13.pdserve.v1.Outputs\"0\n\x05\x41live\x12\x13\n\x0b\x65ngine_tick\x18\x01 \x01(\x04\x12\x12\n\nrecomputes\x18\x02 \x01(\x08\"\t\n\x07Release\"\x18\n\x07Revoked\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\"*\n\x06\x46\x61iled\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Error2S\n\x0fKvSourceService\x12@\n\x06\x41ttach\x12\x19.pdserve.v1.AttachRequest\x1a\x17.pdserve.v1.AttachEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/kv_source.proto\x12\npdserve.v1\x1a\x18pdserve/v1/prefill.proto\x1a\x18pdserve/v1/request.proto\"\xd6\x01\n\rAttachRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.pdserve.v1.OpenH\x00\x12 \n\x04want\x18\x02 \x01(\x0b\x32\x10.pdserve.v1.WantH\x00\x12*\n\x06landed\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.BlocksLandedH\x00\x12\"\n\x05\x61live\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12&\n\x07release\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x42\t\n\x07message\"\x88\x02\n\x0b\x41ttachEvent\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12*\n\tpublished\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.PublishedH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12\"\n\x05\x61live\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12&\n\x07revoked\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.RevokedH\x00\x12$\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.FailedH\x00\x42\x07\n\x05\x65vent\"\xea\x01\n\x04Open\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x14\n\x0csource_epoch\x18\x02 \x01(\x06\x12&\n\x08receiver\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.Receiver\x12\x16\n\x0erequest_digest\x18\x04 \x01(\x0c\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x19\n\x11\x64igest_algorithms\x18\x06 \x03(\t\x12\x12\n\nconnectors\x18\x07 \x03(\t\x12\x0c\n\x04have\x18\x08 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\t \x01(\x0c\"\xea\x01\n\x08KvLayout\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x0f\n\x07tp_rank\x18\x04 \x01(\r\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12&\n\x06shapes\x18\x06 \x03(\x0b\x32\x16.pdserve.v1.BlockShape\x12\x14\n\x0cgroup_shapes\x18\x07 \x03(\r\x12\x15\n\rgroup_windows\x18\x08 \x03(\r\x12\x12\n\ndraft_head\x18\t \x01(\t\x12\x14\n\x0cgroup_chunks\x18\n \x03(\r\"\x9f\x01\n\nBlockShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x1a\n\x12total_num_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x16\n\x0erows_per_token\x18\x07 \x01(\r\"\xa7\x01\n\x08\x41\x63\x63\x65pted\x12\x11\n\tconnector\x18\x01 \x01(\t\x12\x18\n\x10\x64igest_algorithm\x18\x02 \x01(\t\x12\x10\n\x08metadata\x18\x03 \x01(\x0c\x12\r\n\x05token\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12*\n\x0bhead_groups\x18\x06 \x03(\x0b\x32\x15.pdserve.v1.HeadGroup\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\"\x90\x01\n\tHeadGroup\x12\r\n\x05shape\x18\x08 \x01(\r\x12\x12\n\nfirst_head\x18\x01 \x01(\r\x12\x11\n\tnum_heads\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\r\n\x05parts\x18\x04 \x01(\r\x12\x0c\n\x04part\x18\x05 \x01(\r\x12\x10\n\x08metadata\x18\x06 \x01(\x0c\x12\r\n\x05token\x18\x07 \x01(\x0c\"/\n\x04Want\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"l\n\tPublished\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x06\x12\x11\n\tlocations\x18\x03 \x03(\r\x12&\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Finished\"\"\n\x0c\x42locksLanded\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"b\n\x08\x46inished\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0erequest_digest\x18\x02 \x01(\x0c\x12*\n\rfirst_outputs\x18\x03 \x03(\x0b\x32\x13.pdserve.v1.Outputs\"0\n\x05\x41live\x12\x13\n\x0b\x65ngine_tick\x18\x01 \x01(\x04\x12\x12\n\nrecomputes\x18\x02 \x01(\x08\"\t\n\x07Release\"\x18\n\x07Revoked\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\"*\n\x06\x46\x61iled\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Error2S\n\x0fKvSourceService\x12@\n\x06\x41ttach\x12\x19.pdserve.v1.AttachRequest\x1a\x17.pdserve.v1.AttachEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,31 +38,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHEVENT']._serialized_start=312
   _globals['_ATTACHEVENT']._serialized_end=576
   _globals['_OPEN']._serialized_start=579
-  _globals['_OPEN']._serialized_end=791
-  _globals['_KVLAYOUT']._serialized_start=794
-  _globals['_KVLAYOUT']._serialized_end=1028
-  _globals['_BLOCKSHAPE']._serialized_start=1031
-  _globals['_BLOCKSHAPE']._serialized_end=1190
-  _globals['_ACCEPTED']._serialized_start=1193
-  _globals['_ACCEPTED']._serialized_end=1340
-  _globals['_HEADGROUP']._serialized_start=1343
-  _globals['_HEADGROUP']._serialized_end=1487
-  _globals['_WANT']._serialized_start=1489
-  _globals['_WANT']._serialized_end=1536
-  _globals['_PUBLISHED']._serialized_start=1538
-  _globals['_PUBLISHED']._serialized_end=1646
-  _globals['_BLOCKSLANDED']._serialized_start=1648
-  _globals['_BLOCKSLANDED']._serialized_end=1682
-  _globals['_FINISHED']._serialized_start=1684
-  _globals['_FINISHED']._serialized_end=1782
-  _globals['_ALIVE']._serialized_start=1784
-  _globals['_ALIVE']._serialized_end=1832
-  _globals['_RELEASE']._serialized_start=1834
-  _globals['_RELEASE']._serialized_end=1843
-  _globals['_REVOKED']._serialized_start=1845
-  _globals['_REVOKED']._serialized_end=1869
-  _globals['_FAILED']._serialized_start=1871
-  _globals['_FAILED']._serialized_end=1913
-  _globals['_KVSOURCESERVICE']._serialized_start=1915
-  _globals['_KVSOURCESERVICE']._serialized_end=1998
+  _globals['_OPEN']._serialized_end=813
+  _globals['_KVLAYOUT']._serialized_start=816
+  _globals['_KVLAYOUT']._serialized_end=1050
+  _globals['_BLOCKSHAPE']._serialized_start=1053
+  _globals['_BLOCKSHAPE']._serialized_end=1212
+  _globals['_ACCEPTED']._serialized_start=1215
+  _globals['_ACCEPTED']._serialized_end=1382
+  _globals['_HEADGROUP']._serialized_start=1385
+  _globals['_HEADGROUP']._serialized_end=1529
+  _globals['_WANT']._serialized_start=1531
+  _globals['_WANT']._serialized_end=1578
+  _globals['_PUBLISHED']._serialized_start=1580
+  _globals['_PUBLISHED']._serialized_end=1688
+  _globals['_BLOCKSLANDED']._serialized_start=1690
+  _globals['_BLOCKSLANDED']._serialized_end=1724
+  _globals['_FINISHED']._serialized_start=1726
+  _globals['_FINISHED']._serialized_end=1824
+  _globals['_ALIVE']._serialized_start=1826
+  _globals['_ALIVE']._serialized_end=1874
+  _globals['_RELEASE']._serialized_start=1876
+  _globals['_RELEASE']._serialized_end=1885
+  _globals['_REVOKED']._serialized_start=1887
+  _globals['_REVOKED']._serialized_end=1911
+  _globals['_FAILED']._serialized_start=1913
+  _globals['_FAILED']._serialized_end=1955
+  _globals['_KVSOURCESERVICE']._serialized_start=1957
+  _globals['_KVSOURCESERVICE']._serialized_end=2040
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from pdserve.v1 import decode_pb2 as pdserve_dot_v1_dot_decode__pb2
 from pdserve.v1 import prefill_pb2 as pdserve_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/v1/step_stream.proto\x12\npdserve.v1\x1a\x17pdserve/v1/decode.proto\x1a\x18pdserve/v1/prefill.proto\"\xa4\x01\n\x0cStepCommands\x12+\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.Submission\x12\x33\n\x0f\x65nded_sequences\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.EndedSequences\x12\x11\n\tcancelled\x18\x03 \x03(\x04\x12\x1f\n\x05turns\x18\x04 \x03(\x0b\x32\x10.pdserve.v1.Turn\"\xdd\x01\n\nSubmission\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12&\n\x07prefill\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.PrefillH\x00\x12$\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.DecodeH\x00\x12&\n\x07session\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.SessionH\x00\x12\"\n\x05\x65mbed\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.EmbedH\x00\x42\x06\n\x04\x63\x61ll\"$\n\x04Turn\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\"J\n\x0e\x45ndedSequences\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\x04turn\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_turn\"\x93\x01\n\x0bStepOutputs\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x17\n\x0f\x66irst_positions\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.pdserve.v1.CallEvent\"l\n\tCallEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nnum_before\x18\x02 \x01(\r\x12\x11\n\x07message\x18\x03 \x01(\x0cH\x00\x12\"\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"N\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x32R\n\x11StepStreamService\x12=\n\x04Open\x12\x18.pdserve.v1.StepCommands\x1a\x17.pdserve.v1.StepOutputs(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/v1/step_stream.proto\x12\npdserve.v1\x1a\x17pdserve/v1/decode.proto\x1a\x18pdserve/v1/prefill.proto\"\xa4\x01\n\x0cStepCommands\x12+\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.Submission\x12\x33\n\x0f\x65nded_sequences\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.EndedSequences\x12\x11\n\tcancelled\x18\x03 \x03(\x04\x12\x1f\n\x05turns\x18\x04 \x03(\x0b\x32\x10.pdserve.v1.Turn\"\x8c\x02\n\nSubmission\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12&\n\x07prefill\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.PrefillH\x00\x12$\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.DecodeH\x00\x12&\n\x07session\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.SessionH\x00\x12\"\n\x05\x65mbed\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.EmbedH\x00\x12-\n\x0c\x62lock_source\x18\x08 \x01(\x0b\x32\x17.pdserve.v1.BlockSourceB\x06\n\x04\x63\x61ll\"Q\n\x0b\x42lockSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07limit_s\x18\x04 \x01(\x01\"$\n\x04Turn\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\"J\n\x0e\x45ndedSequences\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\x04turn\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_turn\"\x93\x01\n\x0bStepOutputs\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x17\n\x0f\x66irst_positions\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.pdserve.v1.CallEvent\"l\n\tCallEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nnum_before\x18\x02 \x01(\r\x12\x11\n\x07message\x18\x03 \x01(\x0cH\x00\x12\"\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"N\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x32R\n\x11StepStreamService\x12=\n\x04Open\x12\x18.pdserve.v1.StepCommands\x1a\x17.pdserve.v1.StepOutputs(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,17 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPCOMMANDS']._serialized_start=96
   _globals['_STEPCOMMANDS']._serialized_end=260
   _globals['_SUBMISSION']._serialized_start=263
-  _globals['_SUBMISSION']._serialized_end=484
-  _globals['_TURN']._serialized_start=486
-  _globals['_TURN']._serialized_end=522
-  _globals['_ENDEDSEQUENCES']._serialized_start=524
-  _globals['_ENDEDSEQUENCES']._serialized_end=598
-  _globals['_STEPOUTPUTS']._serialized_start=601
-  _globals['_STEPOUTPUTS']._serialized_end=748
-  _globals['_CALLEVENT']._serialized_start=750
-  _globals['_CALLEVENT']._serialized_end=858
-  _globals['_CALLEND']._serialized_start=860
-  _globals['_CALLEND']._serialized_end=938
-  _globals['_STEPSTREAMSERVICE']._serialized_start=940
-  _globals['_STEPSTREAMSERVICE']._serialized_end=1022
+  _globals['_SUBMISSION']._serialized_end=531
+  _globals['_BLOCKSOURCE']._serialized_start=533
+  _globals['_BLOCKSOURCE']._serialized_end=614
+  _globals['_TURN']._serialized_start=616
+  _globals['_TURN']._serialized_end=652
+  _globals['_ENDEDSEQUENCES']._serialized_start=654
+  _globals['_ENDEDSEQUENCES']._serialized_end=728
+  _globals['_STEPOUTPUTS']._serialized_start=731
+  _globals['_STEPOUTPUTS']._serialized_end=878
+  _globals['_CALLEVENT']._serialized_start=880
+  _globals['_CALLEVENT']._serialized_end=988
+  _globals['_CALLEND']._serialized_start=990
+  _globals['_CALLEND']._serialized_end=1068
+  _globals['_STEPSTREAMSERVICE']._serialized_start=1070
+  _globals['_STEPSTREAMSERVICE']._serialized_end=1152
 # @@protoc_insertion_point(module_scope)

@@ -68,6 +68,7 @@ class Submission(google.protobuf.message.Message):
     DECODE_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
     EMBED_FIELD_NUMBER: builtins.int
+    BLOCK_SOURCE_FIELD_NUMBER: builtins.int
     key: builtins.int
     """from 1, chosen by the router; rises in a stream"""
     request: builtins.bytes
@@ -90,6 +91,10 @@ class Submission(google.protobuf.message.Message):
     def embed(self) -> pdserve.v1.prefill_pb2.Embed:
         """answered with one event, PoolingResult"""
 
+    @property
+    def block_source(self) -> Global___BlockSource:
+        """of a call that computes its prompt: neither a session's nor a decode call's with a source"""
+
     def __init__(
         self,
         *,
@@ -100,16 +105,47 @@ class Submission(google.protobuf.message.Message):
         decode: pdserve.v1.decode_pb2.Decode | None = ...,
         session: pdserve.v1.decode_pb2.Session | None = ...,
         embed: pdserve.v1.prefill_pb2.Embed | None = ...,
+        block_source: Global___BlockSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["call", b"call", "decode", b"decode", "embed", b"embed", "prefill", b"prefill", "session", b"session"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_source", b"block_source", "call", b"call", "decode", b"decode", "embed", b"embed", "prefill", b"prefill", "session", b"session"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "call", b"call", "decode", b"decode", "embed", b"embed", "key", b"key", "prefill", b"prefill", "request", b"request", "session", b"session"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "block_source", b"block_source", "call", b"call", "decode", b"decode", "embed", b"embed", "key", b"key", "prefill", b"prefill", "request", b"request", "session", b"session"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_call: typing_extensions.TypeAlias = typing.Literal["prefill", "decode", "session", "embed"]
     _WhichOneofArgType_call: typing_extensions.TypeAlias = typing.Literal["call", b"call"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
 Global___Submission: typing_extensions.TypeAlias = Submission
+
+@typing.final
+class BlockSource(google.protobuf.message.Message):
+    """A worker of either role that has blocks of the prompt, by the router's index. The worker of the call reads those that it lacks and
+    that are there, and computes the rest; it computes all of it when they have not come within limit_s, or for any other reason.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    LIMIT_S_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    epoch: builtins.int
+    address: builtins.str
+    """host:port of the gRPC services of the one that has the blocks"""
+    limit_s: builtins.float
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        address: builtins.str = ...,
+        limit_s: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "epoch", b"epoch", "limit_s", b"limit_s", "worker_id", b"worker_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BlockSource: typing_extensions.TypeAlias = BlockSource
 
 @typing.final
 class Turn(google.protobuf.message.Message):

@@ -18,10 +18,13 @@ from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.scheduler.kv_messages import (
+    Found,
     HoldReturned,
     IntoEngine,
     Landed,
+    Lookup,
     Missed,
+    Offered,
     OutOfEngine,
     ReceiveFailed,
     ReceiveInto,
@@ -53,7 +56,8 @@ DIGEST_HERE_BYTES = 4 << 20
 class _Source:
     """One transfer this worker is the source of."""
 
-    def __init__(self, request: EngineCoreRequest, transfer: SourceTransfer) -> None:
+    def __init__(self, transfer: SourceTransfer, request: EngineCoreRequest | None = None) -> None:
+        """request: the one that computes the blocks; None for blocks of the prefix cache."""
         self.request = request
         self.transfer = transfer
         self.holds: list[PinnedBlocks] = []
@@ -62,6 +66,11 @@ class _Source:
         """Sequence -> token."""
         self.rerun_id: str | None = None
         """The engine's id of the prefill that is computed again, because the receiver was ready only after the first had ended."""
+
+    @property
+    def request_id(self) -> str:
+        """Of the engine, by which it knows the blocks."""
+        return self.transfer.expected.request_id
 
     @property
     def num_pinned(self) -> int:
@@ -105,6 +114,8 @@ class KvTransferManager:
         self._reruns: dict[str, _Source] = {}
         """Sources by `rerun_id`."""
         self._receivers: dict[str, _Receiver] = {}
+        self._lookups: dict[str, asyncio.Future[int]] = {}
+        """By request id, until the engine has answered."""
         self._streams: set[asyncio.Task[None]] = set()
         self._log = TransferLog()
         self._quarantine_since: float | None = None
@@ -171,7 +182,10 @@ class KvTransferManager:
                 self._room(message)
             case Missed():
                 if (source := self._sources.get(message.request_id)) is not None:
-                    self._prefill_again(source)
+                    self._missed(source)
+            case Found():
+                if (answer := self._lookups.pop(message.request_id, None)) is not None and not answer.done():
+                    answer.set_result(message.num_blocks)
             case StopReceiving():
                 self.stop_receiving(message.request_id)
 
@@ -197,13 +211,32 @@ class KvTransferManager:
         except InvalidRequest:
             transfer.cancel()
             raise
-        self._sources[request.request_id] = _Source(request, transfer)
+        self._sources[request.request_id] = _Source(transfer, request)
+
+    async def look_up(self, request_id: str, block_hashes: tuple[bytes, ...]) -> int:
+        """As `SourceEvents.look_up`."""
+        answer: asyncio.Future[int] = self._loop.create_future()
+        self._lookups[request_id] = answer
+        self._apply(Lookup(request_id, block_hashes))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._lookups.pop(request_id, None)
+            self._apply(Revoke(request_id))
+            raise
+
+    def began(self, transfer: SourceTransfer) -> None:
+        """As `SourceEvents.began`."""
+        source = _Source(transfer)
+        self._sources[source.request_id] = source
+        num_tokens = transfer.expected.num_cached_blocks * self._receiving.layout.block_size
+        transfer.computed(SourceResult(num_tokens, ()))
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
         source = self._sources.get(transfer.expected.request_id)
         if source is not None and source.transfer is transfer:
             source.wanted_from = first_index
-            self._apply(Want(source.request.request_id, first_index))
+            self._apply(Want(source.request_id, first_index))
 
     def ended(self, transfer: SourceTransfer) -> None:
         """Fenced: what the transfer pinned goes back, and what still computes for it stops."""
@@ -211,8 +244,8 @@ class KvTransferManager:
         if source is not None and source.transfer is transfer:
             del self._sources[transfer.expected.request_id]
             self._log.add(source_view(transfer, 0))
-            self._return(source.request.request_id, source.holds)
-            self._apply(Revoke(source.request.request_id))
+            self._return(source.request_id, source.holds)
+            self._apply(Revoke(source.request_id))
             if source.rerun_id is not None:
                 del self._reruns[source.rerun_id]
                 self._apply(Revoke(source.rerun_id))
@@ -225,13 +258,20 @@ class KvTransferManager:
             return
         if output.error_code:
             source.transfer.fail(engine_error(output))
-        elif output.new_token_ids and rerun is None:
+        elif output.new_token_ids and rerun is None and source.request is not None:
             source.first_tokens[output.index] = output.new_token_ids[0]
             if len(source.first_tokens) == source.request.n:
                 tokens = tuple(token_id for _, token_id in sorted(source.first_tokens.items()))
                 source.transfer.computed(SourceResult(source.request.num_sent_tokens, tokens))
 
-    def _prefill_again(self, source: _Source) -> None:
+    def _missed(self, source: _Source) -> None:
+        """The engine no longer has blocks that are wanted."""
+        if source.request is None:
+            source.transfer.fail(TransferFailed("the cached blocks were reused before they were wanted"))
+        else:
+            self._prefill_again(source, source.request)
+
+    def _prefill_again(self, source: _Source, first: EngineCoreRequest) -> None:
         """`Want` arrived after the prefill had ended and its blocks were reused: prefill again, mostly from cache.
 
         Prompt log-probabilities and grammar are left out: the first run has served them. Its token is sampled again, since the last
@@ -239,15 +279,17 @@ class KvTransferManager:
         """
         if source.wanted_from is not None and not source.transfer.has_ended and source.rerun_id is None:
             source.transfer.recomputes = True
-            source.rerun_id = f"{source.request.request_id}+"
+            source.rerun_id = f"{first.request_id}+"
             self._reruns[source.rerun_id] = source
-            params = msgspec.structs.replace(
-                source.request.sampling_params, prompt_logprobs=None, structured_outputs=None
-            )
-            if source.request.n == 1 and source.first_tokens:
+            params = msgspec.structs.replace(first.sampling_params, prompt_logprobs=None, structured_outputs=None)
+            if first.n == 1 and source.first_tokens:
                 params = msgspec.structs.replace(params, allowed_token_ids=(source.first_tokens[0],))
             request = msgspec.structs.replace(
-                source.request, request_id=source.rerun_id, wanted_from=source.wanted_from, sampling_params=params
+                first,
+                request_id=source.rerun_id,
+                wanted_from=source.wanted_from,
+                sampling_params=params,
+                block_source=None,
             )
             self.engine.submit_quietly(request)
 
@@ -303,6 +345,29 @@ class KvTransferManager:
         much of the pool is in quarantine.
         """
         self.verify_new(request_id)
+        return self._open(request_id, source).landed
+
+    def fetch(self, request: EngineCoreRequest) -> None:
+        """Read blocks of a request that is about to be submitted from its `block_source`. What fails costs a computation."""
+        source, request_id = request.block_source, request.request_id
+        num_blocks = (
+            len(request.prompt_token_ids) + len(request.output_token_ids) - 1
+        ) // self._receiving.layout.block_size
+        try:
+            if source is None or not num_blocks:
+                raise TransferFailed("there is nothing to read")
+            hashes = request.block_hashes[:num_blocks]
+            ref = SourceRef.of_cache(source.worker_id, source.epoch, source.address, hashes)
+            receiver = self._open(request_id, ref)
+        except (InvalidRequest, TransferFailed) as error:
+            failed = ReceiveFailed(request_id, TransferFailed(error.message))
+            self._loop.call_soon(self._apply, failed)  # after the request, which is submitted now
+            return
+        late = TransferFailed(f"the blocks did not come within {source.limit_s:.3f} s")
+        limit = self._loop.call_later(source.limit_s, receiver.transfer.fail, late)
+        receiver.landed.add_done_callback(lambda _: limit.cancel())
+
+    def _open(self, request_id: str, source: SourceRef) -> _Receiver:
         if self.is_quarantine_full:
             num_blocks = self.engine.stats.num_blocks_quarantined
             raise TransferFailed(f"{num_blocks} blocks of this worker wait for reads that do not end")
@@ -316,7 +381,7 @@ class KvTransferManager:
         self._streams.add(receiver.stream)
         receiver.stream.add_done_callback(self._streams.discard)
         receiver.stream.add_done_callback(lambda _: channel.give_back())
-        return landed
+        return receiver
 
     def stop_receiving(self, request_id: str) -> None:
         """The request never reached the engine, or is leaving it."""
@@ -331,6 +396,9 @@ class KvTransferManager:
             return
         receiver.hold = message.hold
         receiver.transfer.room(message.first_index, message.hold.rows, message.hold.shapes, message.device_event)
+
+    def offered(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        self._apply(Offered(transfer.request_id, num_blocks))
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
         self._apply(Landed(transfer.request_id, num_blocks))
@@ -358,8 +426,8 @@ class KvTransferManager:
 
     def _forget_if_done(self, receiver: _Receiver) -> None:
         """An ended transfer without blocks out needs no place here; its stream ends with it."""
-        if receiver.transfer.is_cut_short and receiver.stream is not None:
-            receiver.stream.cancel()
+        if receiver.transfer.is_cut_short and receiver.stream is not None and not receiver.transfer.source.block_hashes:
+            receiver.stream.cancel()  # one of cached blocks has still to tell the source
         if receiver.transfer.has_ended and receiver.hold is None:
             if self._receivers.pop(receiver.transfer.request_id, None) is not None:
                 self._log.add(receiver_view(receiver.transfer))

@@ -53,6 +53,7 @@ from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.source_reader import SourceReader
 from pdserve.worker.step_stream.step_stream_servicer import BeginCall, StepStreamServicer
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
@@ -104,6 +105,7 @@ class Worker:
             max_streams=max(MAX_STREAMS_PER_CONNECTION, settings.max_num_seqs + _OTHER_STREAMS),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
+        self.sources = SourceReader(settings.host)
         self.reader = RequestReader(
             BlockHasher(deployment_key, settings.block_size), info.max_model_len, info.vocab_size,
             info.images, info.encoder_decoder,
@@ -173,8 +175,8 @@ class Worker:
         reflection.enable_server_reflection(names, self.server)
 
     def serve_source(self) -> list[str]:
-        """Add `KvSourceService`, for roles whose blocks other workers read; returns its name, or none if the engine's process
-        serves it."""
+        """Add `KvSourceService`, by which other workers read blocks; returns its name, or none if the engine's process serves
+        it."""
         if not isinstance(self.core, InprocClient):
             return []
         transfers = self.core.side.transfers

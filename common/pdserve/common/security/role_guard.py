@@ -1,7 +1,7 @@
 """`RoleGuard`: the interceptor of a worker's server that lets each method be called only by the roles that need it.
 
     router                     StepStreamService, WorkerService
-    decode worker              KvSourceService
+    any worker                 KvSourceService
     any role                   health, reflection
 
 A caller's roles are those of the certificate that it has shown in the handshake (`common/security/tls_roles.py`).
@@ -28,7 +28,7 @@ _ROUTERS = (ServiceRole.ROUTER,)
 CALLERS: dict[str, tuple[ServiceRole, ...]] = {
     "pdserve.v1.StepStreamService": _ROUTERS,
     "pdserve.v1.WorkerService": _ROUTERS,
-    "pdserve.v1.KvSourceService": (ServiceRole.DECODE,),
+    "pdserve.v1.KvSourceService": (ServiceRole.DECODE, ServiceRole.PREFILL),
     "grpc.health.v1.Health": tuple(ServiceRole),
     "grpc.reflection.v1alpha.ServerReflection": tuple(ServiceRole),
 }

@@ -60,7 +60,8 @@ class EngineTransfers(KvOutbox, Protocol):
         """The engine is there. Called once, before all else."""
 
     def begin(self, request: EngineCoreRequest, transfer: object) -> None:
-        """Begin the transfer of a request that is about to be queued. Raises: PdServeError."""
+        """Begin the transfers of a request that is about to be queued: to its receiver or from its source, and from its
+        `block_source`. Raises: PdServeError."""
 
     def released(self, request_id: str) -> None:
         """The request's call has ended, and with it the transfer to its receiver."""
@@ -122,7 +123,7 @@ class EngineSide:
 
     def add_request(self, request: EngineCoreRequest, transfer: object = None) -> None:
         """Queue a request. A transfer that cannot begin ends it."""
-        if transfer is not None:
+        if transfer is not None or request.block_source is not None:
             try:
                 if self.transfers is None:
                     raise InternalError("this engine has no transfers")

@@ -202,9 +202,9 @@ class Scheduler:
     def _offered(self, request: Request, num_blocks: int) -> None:
         """Let a request enter the queues: it is known what its source has."""
         most = (request.num_tokens - 1) // self.config.block_size
-        if num_blocks <= most and not request.core.without_draft_head:
+        if 0 < num_blocks <= most and not request.core.without_draft_head:
             request.num_offered_blocks = num_blocks
-        elif num_blocks:
+        else:
             self.receives.cancel_remote(request)
         request.settle_wait(Wait.OFFER)
         if not request.waits_for:

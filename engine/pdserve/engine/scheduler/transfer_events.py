@@ -125,8 +125,11 @@ class TransferEvents:
             return ComputeHere(request, cause)
         if Wait.OFFER in request.waits_for:
             return Offer(request, 0)
-        self.num_dropped += not request.num_offered_blocks
-        request.num_offered_blocks = 0
+        if request.num_offered_blocks:
+            request.num_offered_blocks = 0
+            self._receives.cancel_remote(request)
+        else:
+            self.num_dropped += 1
         return None
 
 

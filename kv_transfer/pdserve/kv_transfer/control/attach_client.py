@@ -222,6 +222,8 @@ async def _one_stream(
                             return
                     digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
                     transfer.attached(requests, answer.connector, groups, digest)
+                    if source.block_hashes:
+                        transfer.offered(answer.num_blocks)
                 case "published":
                     if (problem := _out_of_range(transfer, event.published)) and not transfer.is_ending:
                         transfer.fail(TransferFailed(problem))
@@ -331,4 +333,5 @@ def _open(transfer: ReceiverTransfer, receiving: ReceiverInfo) -> kv_source_pb2.
         digest_algorithms=receiving.digests.allowed(transfer.source.address),
         connectors=[name for name in receiving.connectors if name not in transfer.given_up],
         have=transfer.num_landed,
+        block_hashes=b"".join(transfer.source.block_hashes),
     )

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
+from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.method_handler import Context
@@ -22,7 +23,7 @@ from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
-from pdserve.kv_transfer.control.source_transfers import AttachedTooLate, SourceTransfers
+from pdserve.kv_transfer.control.source_transfers import AttachedTooLate, NothingCached, SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.heads.head_groups import HeadGroup, head_groups
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
@@ -148,7 +149,7 @@ async def _opening_of(requests: AsyncIterator[kv_source_pb2.AttachRequest]) -> k
 
 
 def _log_refusal(error: PdServeError) -> None:
-    level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
+    level = logging.DEBUG if isinstance(error, AttachedTooLate | NothingCached) else logging.WARNING
     log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
 
 
@@ -163,6 +164,7 @@ def _verify_open(request: kv_source_pb2.Open) -> None:
 def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
     """The fields that an answer's proof covers."""
     parts = [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
+    parts.append(accepted.num_blocks.to_bytes(4, "big"))
     for group in accepted.head_groups:
         numbers = (group.shape, group.first_head, group.num_heads, group.tp_rank, group.parts, group.part)
         parts += [b"".join(number.to_bytes(4, "big") for number in numbers), group.metadata, group.token]
@@ -214,7 +216,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     ) -> tuple[SourceTransfer, BlockConnector]:
         """Check the first message, find its transfer, and choose the connector. Raises: PdServeError."""
         request = await _opening_of(requests)
-        self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
+        roles = (ServiceRole.DECODE, ServiceRole.PREFILL) if request.block_hashes else (ServiceRole.DECODE,)
+        self._callers.verify(context, roles, request.receiver.worker_id)
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another epoch of this worker")
         _verify_open(request)
@@ -226,6 +229,8 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)
             raise TransferFailed(f"no common connector: {here} here, {there or 'none'} there")
         receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
+        if request.block_hashes:
+            await self._look_up(request, receiver, receiver_layout)
         transfer = await self._transfers.attach(
             request.transfer_id,
             receiver,
@@ -237,6 +242,25 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         )
         self._agree_on_digest(transfer, algorithm, request, stream)
         return transfer, connector
+
+    async def _look_up(self, request: kv_source_pb2.Open, receiver: PeerId, receiver_layout: KvLayout) -> None:
+        """Begin the transfer of the blocks that the prefix cache has. Raises: PdServeError."""
+        layout, hashes = self._layout, request.block_hashes
+        if len(hashes) % BLOCK_HASH_BYTES:
+            raise InvalidRequest(
+                f"open.block_hashes has {len(hashes)} bytes, no multiple of {BLOCK_HASH_BYTES}", "block_hashes"
+            )
+        if not layout.has_draft_head_of(receiver_layout):
+            here, there = layout.draft_head or "none", receiver_layout.draft_head[:64] or "none"
+            raise TransferFailed(f"cached blocks have those of a draft head with them: {here} here, {there} there")
+        await self._transfers.look_up(
+            request.transfer_id,
+            receiver,
+            request.request_digest,
+            tuple(hashes[start : start + BLOCK_HASH_BYTES] for start in range(0, len(hashes), BLOCK_HASH_BYTES)),
+            lambda num_places: len(layout.transfer_order(num_places * layout.block_size)),
+            layout.draft_head,
+        )
 
     def _groups(self, receiver: KvLayout) -> tuple[HeadGroup, ...]:
         """The transfer's head groups; empty for whole blocks of one shape and one rank on both sides. Raises: LayoutMismatch.
@@ -271,6 +295,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             digest_algorithm=transfer.digest.name if transfer.digest is not None else "",
             metadata=connector.metadata,
             token=transfer.token,
+            num_blocks=transfer.expected.num_cached_blocks,
         )
         for group, token in zip(transfer.groups, transfer.group_tokens, strict=True):
             rank, parts, part, shape = group.source

@@ -20,18 +20,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
+from pdserve.common.block_hash import DIGEST_BYTES
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.group_reads import GroupReads, Way
+from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.kv_transfer.control.transfer_state import RECEIVER_MOVES, ReceiverState, has_ended, move
 from pdserve.kv_transfer.heads.head_groups import GroupSource
 
@@ -42,7 +45,10 @@ NOTIFY_EVERY_S = 0.005
 
 
 class SourceRef(msgspec.Struct, frozen=True, tag=True):
-    """The source of one transfer: one epoch of a worker, and the transfer's id, which is used once."""
+    """The source of one transfer: one epoch of a worker, and the transfer's id, which is used once.
+
+    The blocks are those of a prefill call, or with `block_hashes` those that the worker has cached of a sequence's first full ones.
+    """
 
     worker_id: str
     epoch: int
@@ -51,10 +57,20 @@ class SourceRef(msgspec.Struct, frozen=True, tag=True):
     request_digest: bytes
     without_draft_head: bool = False
     """True: the blocks of a draft head are not moved."""
+    block_hashes: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of_cache(cls, worker_id: str, epoch: int, address: str, block_hashes: Sequence[bytes]) -> SourceRef:
+        """A source of cached blocks, at least one."""
+        transfer_id, digest = secrets.token_bytes(TRANSFER_ID_BYTES), block_hashes[-1][:DIGEST_BYTES]
+        return cls(worker_id, epoch, address, transfer_id, digest, block_hashes=tuple(block_hashes))
 
 
 class ReceiverEvents(Protocol):
     """Events for the owner of the blocks, called in the asyncio thread."""
+
+    def offered(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        """The source's prefix cache has so many of the sequence's first full blocks; called once, for a source of cached blocks."""
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
         """The first `num_blocks` wanted blocks are here and verified; the number only grows. Called for all of them before
@@ -78,7 +94,7 @@ class ControlStream(Protocol):
     def landed(self, num_blocks: int) -> None: ...
 
     def release(self) -> None:
-        """Send `Release`, the last message."""
+        """Send `Release`, the last message; before all blocks have landed it gives the transfer up."""
 
     def close(self) -> None:
         """Close the stream without a message; grace or cancellation ends the transfer at the source."""
@@ -109,6 +125,7 @@ class ReceiverTransfer:
         self._reads = GroupReads(connectors, lambda number, places: _AsyncioListener(self, number, places))
         self._num_notified = 0
         self._notified_at = float("-inf")
+        self._num_offered = 0
         self._source_finished = False
         self._ends_as: ReceiverState | None = None
         self._loop = asyncio.get_running_loop()
@@ -209,7 +226,7 @@ class ReceiverTransfer:
     ) -> None:
         """Handle `Accepted`, also after a break. groups: where the source has each head group."""
         if self.is_ending:
-            stream.close()
+            self._leave(stream)
             return
         if connector in self.given_up and self._falls_back:
             # this connector has failed since `Open`: use this stream only for messages until the next stream, with another
@@ -236,6 +253,17 @@ class ReceiverTransfer:
         if self.state is ReceiverState.ATTACHING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
         self._want()
+
+    def offered(self, num_blocks: int) -> None:
+        """Handle what the source's prefix cache has; a later stream repeats it."""
+        if self.is_ending or self._num_offered:
+            return
+        if not 0 < num_blocks <= len(self.source.block_hashes):
+            asked = len(self.source.block_hashes)
+            self.fail(TransferFailed(f"the source has num_blocks {num_blocks} of the {asked} that were asked for"))
+            return
+        self._num_offered = num_blocks
+        self._events.offered(self, num_blocks)
 
     def detached(self, stream: ControlStream) -> None:
         """Handle a broken stream: active reads continue, and a re-attach changes no state."""
@@ -367,10 +395,17 @@ class ReceiverTransfer:
         if self.state is ReceiverState.RECEIVING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.DRAINING)
         if self._stream is not None:
-            self._stream.close()
+            self._leave(self._stream)
             self._stream = None
         self._reads.cancel()
         self._fence_if_quiet()
+
+    def _leave(self, stream: ControlStream) -> None:
+        """End a stream before all blocks have landed."""
+        if self.source.block_hashes:
+            stream.release()  # there is no call whose end would end the transfer at the source
+        else:
+            stream.close()
 
     def _fence_if_quiet(self) -> None:
         if not self._reads and not self.has_ended and self._ends_as is not None:

@@ -2,7 +2,8 @@
 
 The life of a transfer here:
 
-1. OPEN: the prefill call has announced it. The receiver must attach within `attach_timeout_s`.
+1. OPEN: the prefill call has announced it, and the receiver must attach within `attach_timeout_s`; or its receiver has asked for
+   blocks of the prefix cache, which are final, and its result is known.
 2. The first stream fixes the digest algorithm and the head groups. A later stream replaces the earlier one, and continues after the
    blocks that have landed.
 3. `want`: the receiver has reserved blocks; the engine begins to settle the prompt's blocks from there on.
@@ -66,11 +67,11 @@ class LeaseLimits:
 
 
 class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
-    """The prefill call's description of a transfer: its reader and its request."""
+    """A transfer before its first stream: its reader and its request."""
 
     transfer_id: bytes
     request_id: str
-    """The engine's id of the sequence that computes the blocks."""
+    """The engine's id of the sequence that computes the blocks, or of what it has looked up."""
     receiver: PeerId
     request_digest: bytes
     lease_s: float
@@ -79,6 +80,8 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     transfer."""
     draft_head: str = ""
     """`KvLayout.draft_head` of the groups that are moved, by which their blocks are numbered."""
+    num_cached_blocks: int = 0
+    """Of blocks from the prefix cache: places from the first that it has; 0: the blocks are a prefill call's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,12 @@ class SourceStream(Protocol):
 
 class SourceEvents(Protocol):
     """Events for the owner of the blocks."""
+
+    async def look_up(self, request_id: str, block_hashes: tuple[bytes, ...]) -> int:
+        """How many of these first blocks of a sequence the prefix cache has. request_id: of the transfer that will move them."""
+
+    def began(self, transfer: SourceTransfer) -> None:
+        """A transfer of what `look_up` has found begins."""
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
         """The receiver has reserved blocks from `first_index` on; called once."""

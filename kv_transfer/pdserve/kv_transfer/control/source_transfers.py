@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -30,6 +32,10 @@ class AttachedTooLate(TransferFailed):
     """The transfer has ended already. Logged at a low level: the client left, or the end was reported elsewhere."""
 
 
+class NothingCached(TransferFailed):
+    """None of the blocks that a receiver asks for is cached. Logged at a low level: they may have been a moment ago."""
+
+
 class SourceTransfers:
     """All transfers of one source. Runs in the asyncio thread. Attach and prefill call may arrive in either order."""
 
@@ -41,7 +47,7 @@ class SourceTransfers:
         self._awaited: dict[bytes, dict[asyncio.Future[SourceTransfer], None]] = {}
         """Transfer id -> attaches that wait for the prefill call, in order of arrival; the newest is kept."""
         self._num_waiting: Counter[str] = Counter()
-        """Receiver's id -> number of its waiting attaches."""
+        """Receiver's id -> number of its attaches that wait, for prefill calls or lookups."""
         self._num_waiting_in_all = 0
         # an id is used once; it is remembered longer than any attach for it can take
         self._tombstones: OrderedDict[bytes, float] = OrderedDict()
@@ -62,6 +68,45 @@ class SourceTransfers:
                 awaited.set_result(transfer)
         return transfer
 
+    async def look_up(
+        self,
+        transfer_id: bytes,
+        receiver: PeerId,
+        request_digest: bytes,
+        block_hashes: tuple[bytes, ...],
+        num_wantable: Callable[[int], int],
+        draft_head: str = "",
+    ) -> None:
+        """Begin the transfer of blocks that the prefix cache has; no effect if it has begun. `attach` follows.
+
+        num_wantable: of so many cached places -> `ExpectedTransfer.num_blocks`. Raises: TransferFailed for an id that was used
+        before, and if nothing is cached.
+        """
+        self._verify_id(transfer_id)
+        if transfer_id in self._transfers:
+            return
+        request_id = f"blocks {transfer_id.hex()}"
+        try:
+            async with self._waiting(receiver.worker_id):
+                num_cached = await self._events.look_up(request_id, block_hashes)
+        except TimeoutError:
+            raise TransferFailed("the engine did not look the blocks up in time") from None
+        if not num_cached:
+            raise NothingCached(f"none of the {len(block_hashes)} blocks is cached here")
+        limits, num_blocks = self._limits, num_wantable(num_cached)
+        expected = ExpectedTransfer(
+            transfer_id, request_id, receiver, request_digest, limits.max_s, num_blocks, draft_head, num_cached
+        )
+        self._events.began(self.expect(expected))
+
+    def _verify_id(self, transfer_id: bytes) -> None:
+        """Raises: TransferFailed for an id that cannot be one, or of a transfer that has ended."""
+        self._drop_old_tombstones()
+        if len(transfer_id) != TRANSFER_ID_BYTES:
+            raise TransferFailed(f"transfer_id has {len(transfer_id)} bytes, {TRANSFER_ID_BYTES} are needed")
+        if transfer_id in self._tombstones:
+            raise AttachedTooLate("the transfer has ended")
+
     async def attach(
         self,
         transfer_id: bytes,
@@ -78,11 +123,7 @@ class SourceTransfers:
         Raises: TransferFailed if the reference is stale, forged, of another receiver or another request (I8), or if no prefill call
         arrives within `attach_timeout_s`.
         """
-        self._drop_old_tombstones()
-        if len(transfer_id) != TRANSFER_ID_BYTES:
-            raise TransferFailed(f"transfer_id has {len(transfer_id)} bytes, {TRANSFER_ID_BYTES} are needed")
-        if transfer_id in self._tombstones:
-            raise AttachedTooLate("the transfer has ended")
+        self._verify_id(transfer_id)
         transfer = self._transfers.get(transfer_id) or await self._wait_for(transfer_id, receiver.worker_id)
         if receiver != transfer.expected.receiver:
             raise TransferFailed(f"the transfer is for another receiver, not for {receiver}")
@@ -98,7 +139,9 @@ class SourceTransfers:
         transfer.attach(stream, have)
         return transfer
 
-    async def _wait_for(self, transfer_id: bytes, worker_id: str) -> SourceTransfer:
+    @asynccontextmanager
+    async def _waiting(self, worker_id: str) -> AsyncIterator[None]:
+        """Count an attach that waits. Raises: TransferFailed if too many do."""
         if self._num_waiting[worker_id] >= MAX_WAITING_PER_PEER or self._num_waiting_in_all >= MAX_WAITING:
             raise TransferFailed(
                 f"{self._num_waiting[worker_id]} attaches of {worker_id} and {self._num_waiting_in_all} in all wait for "
@@ -106,20 +149,26 @@ class SourceTransfers:
             )
         self._num_waiting[worker_id] += 1
         self._num_waiting_in_all += 1
-        awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
-        # several streams of one receiver may wait; the end of an older one must not end the wait of a newer one
-        together = self._awaited.setdefault(transfer_id, {})
-        together[awaited] = None
         try:
             async with asyncio.timeout(self._limits.attach_timeout_s):
-                return await awaited
-        except TimeoutError:
-            raise TransferFailed("no such transfer") from None
+                yield
         finally:
             self._num_waiting_in_all -= 1
             self._num_waiting[worker_id] -= 1
             if not self._num_waiting[worker_id]:
                 del self._num_waiting[worker_id]
+
+    async def _wait_for(self, transfer_id: bytes, worker_id: str) -> SourceTransfer:
+        awaited: asyncio.Future[SourceTransfer] = asyncio.get_running_loop().create_future()
+        # several streams of one receiver may wait; the end of an older one must not end the wait of a newer one
+        together = self._awaited.setdefault(transfer_id, {})
+        together[awaited] = None
+        try:
+            async with self._waiting(worker_id):
+                return await awaited
+        except TimeoutError:
+            raise TransferFailed("no such transfer") from None
+        finally:
             del together[awaited]
             if not together and self._awaited.get(transfer_id) is together:
                 del self._awaited[transfer_id]

@@ -17,7 +17,7 @@ from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.deployment_key import DATA_PLANE, DeploymentKey
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
-from pdserve.common.settings.worker_settings import PrefillSettings, WorkerSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
@@ -103,18 +103,12 @@ class WorkerTransfers:
         self._receivers: dict[str, ReceiverTransfer] = {}
         """Request -> its transfer, until the engine has nothing of the request any more."""
 
-    @property
-    def _is_source(self) -> bool:
-        return isinstance(self._settings, PrefillSettings)
-
     def bind(self, side: EngineSide) -> None:
         self._side = side
 
     def serve_attach(self) -> None:
-        """Take a port of this process's own for `Attach`, if the worker is a source; `begin_transfers` opens it. Raises:
-        ConfigError."""
-        if self._is_source:
-            self._attach_server = AttachServer(self._settings, self._deployment_key, self._tls)
+        """Take a port of this process's own for `Attach`; `begin_transfers` opens it. Raises: ConfigError."""
+        self._attach_server = AttachServer(self._settings, self._deployment_key, self._tls)
 
     @property
     def properties(self) -> TransferProperties:
@@ -179,13 +173,10 @@ class WorkerTransfers:
         return self.manager.transfers()
 
     def meet(self, worker_id: str, epoch: int, address: str) -> None:
-        """A peer has started: connect to it, and prepare to read from it unless this worker is the source.
-
-        Raises: InvalidRequest for an address that `PeerChannels` does not allow.
-        """
+        """A peer has started: connect to it, and prepare to read from it. Raises: InvalidRequest for an address that `PeerChannels`
+        does not allow."""
         self.peers.meet(address)
-        if not self._is_source:
-            self.connectors.meet(worker_id, epoch)
+        self.connectors.meet(worker_id, epoch)
 
     def revoke_transfers(self, code: str, message: str) -> None:
         """End all transfers as source, with an error."""
@@ -195,7 +186,7 @@ class WorkerTransfers:
 
     def begin(self, request: EngineCoreRequest, transfer: object) -> None:
         """Raises: InvalidRequest, TransferFailed as `SourceTransfers.expect`, `KvTransferManager.source` and `receive`."""
-        if not isinstance(transfer, ExpectedTransfer | SourceRef):
+        if transfer is not None and not isinstance(transfer, ExpectedTransfer | SourceRef):
             # from another process
             try:
                 transfer = msgspec.convert(transfer, ExpectedTransfer | SourceRef)
@@ -205,6 +196,8 @@ class WorkerTransfers:
             self._receive(request.request_id, transfer)
         elif isinstance(transfer, ExpectedTransfer):
             self._expect(request, transfer)
+        if request.block_source is not None:
+            self.manager.fetch(request)
 
     def _expect(self, request: EngineCoreRequest, expected: ExpectedTransfer) -> None:
         self.manager.verify_new(request.request_id)

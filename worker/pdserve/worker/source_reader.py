@@ -1,0 +1,43 @@
+"""`SourceReader`: reads where blocks are, as a router says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.common.address.peer_address import verify_peer_address, verify_worker_id
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.block_source import BlockSource
+from pdserve.common.security.deployment_key import is_loopback
+from pdserve.v1.step_stream_pb2 import Submission
+
+MAX_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReader:
+    """The rule of one worker: no address of another kind than its own is connected to."""
+
+    host: str
+    """Where the worker listens."""
+
+    def verify(self, field: str, worker_id: str, address: str) -> None:
+        """Raises: InvalidRequest for what is no worker's id or address, and for an address that cannot be reached."""
+        verify_worker_id(f"{field}.worker_id", worker_id)
+        verify_peer_address(f"{field}.address", address)
+        if is_loopback(self.host) and not is_loopback(address):
+            raise InvalidRequest(
+                f"{field}.address {address!r} cannot be reached from a worker on loopback", f"{field}.address"
+            )
+
+    def block_source(self, submission: Submission) -> BlockSource | None:
+        """Raises: InvalidRequest."""
+        if not submission.HasField("block_source"):
+            return None
+        given = submission.block_source
+        self.verify("block_source", given.worker_id, given.address)
+        if not 0 < given.limit_s <= MAX_LIMIT_S:
+            raise InvalidRequest(
+                f"block_source.limit_s is {given.limit_s}, it must be above 0 and at most {MAX_LIMIT_S:.0f}",
+                "block_source.limit_s",
+            )
+        return BlockSource(given.worker_id, given.epoch, given.address, given.limit_s)
