@@ -6,6 +6,7 @@ as exact as their clocks.
 
     router    arrived ─ tokenized ─ admitted ─ placed ─ attempted ──────── first_token ─────────────── finished
     prefill                                       └ prefill_queued ─ prefill_started ─ prefill_computed
+    worker that reads cached blocks of another    └ ..._queued ─ blocks_reserved ─ blocks_landed ─ ..._started
     decode                                        └ decode_queued ─ kv_reserved ─ kv_first_landed ─ kv_landed ─ ...
                                                                        ... decode_started ─ decode_finished
 
@@ -25,6 +26,8 @@ ADMITTED = "admitted"
 PLACED = "placed"
 ATTEMPTED = "attempted"
 PREFILL_QUEUED = "prefill_queued"
+BLOCKS_RESERVED = "blocks_reserved"
+BLOCKS_LANDED = "blocks_landed"
 PREFILL_STARTED = "prefill_started"
 PREFILL_COMPUTED = "prefill_computed"
 DECODE_QUEUED = "decode_queued"
@@ -43,6 +46,8 @@ MOMENTS = (
     PLACED,
     ATTEMPTED,
     PREFILL_QUEUED,
+    BLOCKS_RESERVED,
+    BLOCKS_LANDED,
     PREFILL_STARTED,
     PREFILL_COMPUTED,
     FIRST_TOKEN,
@@ -85,6 +90,7 @@ PHASES = (
     Phase("tokenize", ARRIVED, TOKENIZED, "chat template and tokenizer"),
     Phase("route", ADMITTED, PLACED, "choosing the workers"),
     Phase("prefill queue", PREFILL_QUEUED, PREFILL_STARTED, "waiting for the prefill engine"),
+    Phase("block move", BLOCKS_RESERVED, BLOCKS_LANDED, "reading cached blocks of the prompt from another worker"),
     Phase("prefill", PREFILL_STARTED, PREFILL_COMPUTED, "computing the prompt and the first token"),
     Phase("kv transfer", KV_RESERVED, KV_LANDED, "pulling KV blocks; overlaps prefill"),
     Phase("kv exposed", PREFILL_COMPUTED, KV_LANDED, "the part of the transfer that did not overlap with prefill"),
@@ -99,6 +105,7 @@ CRITICAL_PATH = (
     (PLACED, "prepare", "hashing the prompt, and attempts that failed"),
     (ATTEMPTED, "dispatch", "from the router into the engine's queue"),
     (PREFILL_QUEUED, "prefill_queue", "waiting for the prefill engine"),
+    (BLOCKS_RESERVED, "block_move", "reading cached blocks of the prompt from another worker"),
     (PREFILL_STARTED, "prefill", "computing the prompt and the first token"),
     (PREFILL_COMPUTED, "decode_reserve", "waiting for blocks at decode, if they were reserved after prefill"),
     (KV_RESERVED, "kv_exposed", "the part of the transfer that did not overlap with prefill"),

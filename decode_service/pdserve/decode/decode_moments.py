@@ -14,6 +14,8 @@ REMOTE_MOMENTS = {
 }
 LOCAL_MOMENTS = {
     "queued": (timeline.PREFILL_QUEUED,),
+    "kv_reserved": (timeline.BLOCKS_RESERVED,),
+    "kv_landed": (timeline.BLOCKS_LANDED,),
     "scheduled": (timeline.PREFILL_STARTED,),
     "first_token": (timeline.PREFILL_COMPUTED, timeline.DECODE_STARTED),
     "finished": (timeline.DECODE_FINISHED,),

@@ -43,6 +43,8 @@ from pdserve.worker.worker import Worker
 
 _MOMENTS = {
     "queued": timeline.PREFILL_QUEUED,
+    "kv_reserved": timeline.BLOCKS_RESERVED,
+    "kv_landed": timeline.BLOCKS_LANDED,
     "scheduled": timeline.PREFILL_STARTED,
     "first_token": timeline.PREFILL_COMPUTED,
 }

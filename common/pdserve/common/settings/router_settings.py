@@ -44,6 +44,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """When decode may prefill; `auto`: when it is faster, without a prefill worker, or after a failed transfer."""
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
     """The rule that chooses among the workers that can serve a request: `kv_aware` by cached prefix and load."""
+    block_moves: Literal["never", "auto", "always"] = "auto"
+    """When the worker that computes a prompt reads cached blocks from another one; `auto`: when that is faster."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
     """After a failed transfer: prefill on decode, on another prefill worker (`remote`), or `fail`."""
     allowed_media_domains: tuple[str, ...] = ()

@@ -152,7 +152,7 @@ class Attempt:
                 self._reservations.append(worker.reserve(share))
                 self._unsubscribe.append(worker.subscribe_lost(self._on_lost))
         if prefill is not None:
-            call = PrefillCall(prefill, outgoing, self.number, self._transfer_id, decode)
+            call = PrefillCall(prefill, outgoing, self.number, self._transfer_id, decode, self.placement.move)
             self._prefill_call = call
             self._calls.append(call)
         if decode is not None:
@@ -164,6 +164,7 @@ class Attempt:
                 source=prefill,
                 prefill_here=self.placement.prefill_here,
                 local_prefill_tokens=self.placement.local_prefill_tokens,
+                move=self.placement.move if prefill is None else None,
             )
             self._calls.append(self._decode_call)
         if self._prefill_call is not None:

@@ -13,7 +13,8 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire.messages import moments_from_wire
 from pdserve.router.attempts.call_events import CallReader, Moments, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import WorkerCall
+from pdserve.router.attempts.worker_calls import WorkerCall, block_source
+from pdserve.router.placement.placement import BlockMove
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import prefill_pb2
@@ -28,16 +29,19 @@ class Embedded(msgspec.Struct):
     moments: Moments
 
 
-async def embed(worker: RemoteWorker, request: GenerationRequest, number: int) -> Embedded:
-    """Call a prefill worker for one vector, in its turn; the call ends before this returns or raises. number: of the attempt.
+async def embed(
+    worker: RemoteWorker, request: GenerationRequest, number: int, move: BlockMove | None = None
+) -> Embedded:
+    """Call a prefill worker for one vector, in its turn; the call ends before this returns or raises. number: of the attempt. move:
+    see `Placement.move`.
 
     Raises: CallFailed, also for a vector of another length than requested.
     """
     async with worker.pooling_room:
-        return await _called(worker, request, number)
+        return await _called(worker, request, number, move)
 
 
-async def _called(worker: RemoteWorker, request: GenerationRequest, number: int) -> Embedded:
+async def _called(worker: RemoteWorker, request: GenerationRequest, number: int, move: BlockMove | None) -> Embedded:
     answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
 
     def end(failure: CallFailed | None) -> None:
@@ -50,8 +54,8 @@ async def _called(worker: RemoteWorker, request: GenerationRequest, number: int)
             answer.set_result(embedded)
 
     reader = _PoolingReader(request, worker)
-    embed_ = prefill_pb2.Embed()
-    call = WorkerCall(worker, OutgoingRequest(request), reader, is_bulk=True, attempt=number, embed=embed_)
+    fields = {"attempt": number, "embed": prefill_pb2.Embed(), "block_source": block_source(move)}
+    call = WorkerCall(worker, OutgoingRequest(request), reader, is_bulk=True, **fields)
     try:
         call.follow(take, end)
         return await answer

@@ -20,10 +20,11 @@ from pdserve.router.attempts.call_events import (
     PrefillReader,
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
+from pdserve.router.placement.placement import BlockMove
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.step_stream import SubmittedCall
 from pdserve.router.workers.worker import RemoteWorker
-from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.v1 import decode_pb2, prefill_pb2, step_stream_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 
 MAX_STEP_REQUEST_BYTES = 256 << 10
@@ -108,6 +109,16 @@ def _has_large_answer(request: GenerationRequest) -> bool:
     return sampling.prompt_logprobs is not None or (sampling.logprobs or 0) > MAX_LOGPROBS
 
 
+def block_source(move: BlockMove | None) -> step_stream_pb2.BlockSource | None:
+    """As a submission carries it."""
+    if move is None:
+        return None
+    source = move.source.identity
+    return step_stream_pb2.BlockSource(
+        worker_id=source.worker_id, epoch=source.epoch, address=source.attach_address, limit_s=move.limit_s
+    )
+
+
 class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
         self,
@@ -116,8 +127,9 @@ class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
         number: int,
         transfer_id: bytes,
         receiver: RemoteWorker | None,
+        move: BlockMove | None = None,
     ) -> None:
-        """receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
+        """receiver: the only worker that may read the blocks; None with an empty `transfer_id`. move: see `Placement.move`."""
         request = outgoing.request
         reader = PrefillReader(request, worker.identity.vocab_size, is_source=bool(transfer_id))
         prefill = prefill_pb2.Prefill(transfer_id=transfer_id)
@@ -125,7 +137,8 @@ class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
             prefill.receiver.worker_id, prefill.receiver.epoch = receiver.key
             prefill.receiver.without_draft_head = not worker.identity.layout.has_draft_head_of(receiver.identity.layout)
         is_bulk = _has_large_answer(request)
-        super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, prefill=prefill)
+        fields = {"prefill": prefill, "block_source": block_source(move)}
+        super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, **fields)
 
 
 class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
@@ -139,8 +152,9 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         source: RemoteWorker | None,
         prefill_here: bool,
         local_prefill_tokens: int | None,
+        move: BlockMove | None = None,
     ) -> None:
-        """source: the worker that sends the KV blocks; None to prefill at `worker`."""
+        """source: the worker that sends the KV blocks; None to prefill at `worker`. move: see `Placement.move`."""
         request = outgoing.request
         decode = decode_pb2.Decode(prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens)
         if source is not None:
@@ -150,7 +164,8 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
             decode.source.without_draft_head = not worker.identity.layout.has_draft_head_of(source.identity.layout)
         reader = DecodeReader(request, worker.identity.vocab_size)
         is_bulk = _has_large_answer(request)
-        super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, decode=decode)
+        fields = {"decode": decode, "block_source": block_source(move)}
+        super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, **fields)
 
     def end_sequence(self, index: int) -> None:
         """Request the end of a sequence. Its later outputs are dropped."""

@@ -54,6 +54,7 @@ HELD_WEIGHT = 0.25
 UNCACHED_WEIGHT = 2.0
 LORA_LOAD_BLOCKS = 64
 """Cost of an adapter's way into a slot of a worker, where another one may lose its own."""
+LEAST_MOVE_LIMIT_S = 0.02
 _DECODE_GROWTH_BLOCKS = 1
 """Expected load that a request adds at decode before the next report."""
 
@@ -158,6 +159,24 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """Uncached tokens up to which decode should prefill itself."""
 
 
+class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that the worker of an attempt reads from another one before it computes the rest."""
+
+    source: RemoteWorker
+    num_blocks: int
+    """Places of the prompt that the source has and the reader has not, by their reports."""
+    base_s: float
+    """`move` without error and spread."""
+    move_s: float
+    compute_s: float | None
+    """None if the reader's rate is unknown."""
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the reader computes what has not come."""
+        return max(LEAST_MOVE_LIMIT_S, 2 * self.move_s)
+
+
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt's workers. Without `prefill`, decode prefills; without `decode`, only one token is requested."""
 
@@ -171,6 +190,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens uncached at decode up to which decode should prefill itself; None: the choice is final."""
     estimates: Estimates | None = None
     """Estimates of local and remote prefill, if they were compared."""
+    move: BlockMove | None = None
+    """Cached blocks of the prompt that the worker that computes it reads from another one."""
 
     @property
     def kind(self) -> str:

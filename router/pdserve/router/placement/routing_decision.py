@@ -114,8 +114,19 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "decode": _name(placement.decode),
             "local_prefill_tokens": placement.local_prefill_tokens,
             "estimates": placement.estimates,
+            "move": self._move(),
             "candidates": self.candidates,
             "left_out": self.left_out,
+        }
+
+    def _move(self) -> dict[str, Any] | None:
+        if (move := self.placement.move) is None:
+            return None
+        return {
+            "source": _name(move.source),
+            "blocks": move.num_blocks,
+            "move_s": round(move.move_s, 6),
+            "compute_s": None if move.compute_s is None else round(move.compute_s, 6),
         }
 
     def own_content(self) -> dict[str, Any]:
@@ -140,6 +151,8 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "pdserve.route.has_its_rank": self.has_its_rank,
             "pdserve.adapter": self.adapter or None,
             "pdserve.route.local_prefill_tokens": placement.local_prefill_tokens,
+            "pdserve.route.move_source": None if placement.move is None else _name(placement.move.source),
+            "pdserve.route.move_blocks": None if placement.move is None else placement.move.num_blocks,
             "pdserve.route.local_estimate_s": estimates.local_s,
             "pdserve.route.remote_estimate_s": estimates.remote_s,
             "pdserve.route.candidates": [view.worker_id for view in candidates],

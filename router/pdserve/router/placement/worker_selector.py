@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
+from pdserve.router.placement.block_moves import BlockMoves
 from pdserve.router.placement.placement import (
     Candidate,
     Placement,
@@ -41,6 +44,7 @@ class WorkerSelector:
 
     def __init__(self, fleet: Fleet, index: PrefixIndex, settings: RouterSettings) -> None:
         self.bandwidth = TransferBandwidth()
+        self.moves = BlockMoves(settings.block_moves, self.bandwidth)
         self.log = RoutingLog()
         self._fleet = fleet
         self._index = index
@@ -102,10 +106,7 @@ class WorkerSelector:
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
         if pooling is not None:
-            live = {
-                WorkerRole.PREFILL: pooling_workers(live[WorkerRole.PREFILL], pooling),
-                WorkerRole.DECODE: [],
-            }
+            live[WorkerRole.PREFILL] = pooling_workers(live[WorkerRole.PREFILL], pooling)
         now_s = time.monotonic()
         candidates = {
             role: self._candidates(live[role], (num_tokens, num_encoder_tokens), hashes, dead, now_s, fingerprint)
@@ -119,6 +120,9 @@ class WorkerSelector:
         )
         if placement is None:
             return None
+        if hint is not PlacementHint.SESSION:
+            unblamed = [each for each in (*prefill, *decode) if each.worker.key not in blamed]
+            placement = msgspec.structs.replace(placement, move=self.moves.choose(placement, unblamed))
         for role, worker in ((WorkerRole.PREFILL, placement.prefill), (WorkerRole.DECODE, placement.decode)):
             if worker is not None:
                 self._turns[role] += 1

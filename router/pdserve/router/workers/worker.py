@@ -110,6 +110,8 @@ class RemoteWorker:
         self.pooling_room = asyncio.Semaphore(_POOLING_CALLS)
         """Taken by each call for an embedding while it is open; the others wait for it."""
         self.load = load or WorkerLoad()
+        self.prefill_tokens_per_s = self.load.prefill_tokens_per_s
+        """The last rate that it has reported; 0: none."""
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
         self.stalled = False
@@ -182,6 +184,7 @@ class RemoteWorker:
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report. The part above this router's own account is the work of other routers."""
         self.load = load
+        self.prefill_tokens_per_s = load.prefill_tokens_per_s or self.prefill_tokens_per_s
         self._forget_ended()
         self._own_reported = sum((share for _, share in self._ended_lately), self._own)
         if self.state is not WorkerState.DEAD:

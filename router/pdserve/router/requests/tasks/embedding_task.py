@@ -108,7 +108,7 @@ class EmbeddingTask(PlacedTask["array[float]"]):
             raise InternalError("a placement without a prefill worker")
         reservation = worker.reserve(placement.prefill_share)
         try:
-            self._embedded = await embed(worker, prepared, number)
+            self._embedded = await embed(worker, prepared, number, placement.move)
         except CallFailed as failure:
             if isinstance(failure.error, Draining):
                 worker.refuse_more()
@@ -116,6 +116,7 @@ class EmbeddingTask(PlacedTask["array[float]"]):
         finally:
             reservation.end()
         self.timeline.merge(self._embedded.moments)
+        self._services.selector.moves.ended(placement.move, self.timeline)
 
     def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
         return {

@@ -148,6 +148,7 @@ class PromptTask(PlacedTask[None]):
         attempt = Attempt(number, prepared, placement, self.timeline, self.relay, self._relay_prompt)
         await attempt.run()
         self._services.selector.bandwidth.landed(attempt.transfer_bytes, self.timeline)
+        self._services.selector.moves.ended(placement.move, self.timeline)
 
     async def _go_on_apart(self, request: GenerationRequest, retry_state: RetryState) -> bool:
         """Since the sequences now differ, once the client has output of them."""

@@ -1,0 +1,116 @@
+"""`BlockMoves`: whether cached blocks of a prompt are read from another worker by the one that computes it.
+
+Any worker of either role that has more of the prompt than the one that computes it can be the source: the decode worker of the
+conversation's last turn, or a prefill worker that has computed the same beginning. Blocks are moved where that takes less time:
+
+    move(b)    = (FIRST_S + bytes of b blocks / bandwidth) * (error + spread)
+    compute(b) = tokens of b blocks / rate of the worker that computes
+
+The error is the recent mean of what moves took over the first factor, the spread their mean distance from it, so moves have to win
+by more where they are less regular. A worker's rate is the last one that it has reported; without any, nothing is moved. What has
+not come after twice the estimate is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+from pdserve.common import timeline as moments
+from pdserve.common.kv_layout import KvLayout
+from pdserve.common.protocol import works_with
+from pdserve.common.timeline import Timeline
+from pdserve.router.placement.placement import BlockMove, Candidate, Placement
+from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
+
+FIRST_S = 0.005
+"""Seconds of a move's messages, before the first measurement."""
+_KEPT = 0.9
+"""Weight of old errors with each new move."""
+_FIRST_SPREAD = 0.5
+
+MoveOutcome = Literal["faster", "slower", "failed"]
+MOVE_OUTCOMES: tuple[MoveOutcome, ...] = ("faster", "slower", "failed")
+"""Of moves: it took less time than the estimate for computing; more; or the blocks were computed after all."""
+
+
+class BlockMoves:
+    """One router's choices, and how often they were right."""
+
+    def __init__(self, setting: Literal["never", "auto", "always"], bandwidth: TransferBandwidth) -> None:
+        """setting: `block_moves`."""
+        self._setting = setting
+        self._bandwidth = bandwidth
+        self._error = 1.0
+        self._spread = _FIRST_SPREAD
+        self.num_ended: Counter[MoveOutcome] = Counter()
+
+    def choose(self, placement: Placement, candidates: Iterable[Candidate]) -> BlockMove | None:
+        """The move for an attempt, None if nothing is worth one. candidates: live workers of both roles, none of them blamed."""
+        candidates = list(candidates)
+        computes = placement.prefill or placement.decode
+        reader = next((each for each in candidates if each.worker is computes), None)
+        if self._setting == "never" or reader is None:
+            return None
+        sources = [each for each in candidates if _can_read(reader, each) and self._gain(reader, each) > 0]
+        if not sources:
+            return None
+        source = max(sources, key=lambda each: (self._gain(reader, each), -each.load_blocks))
+        move = self._estimate(reader, source)
+        pays = move.compute_s is not None and move.move_s < move.compute_s
+        return move if pays or self._setting == "always" else None
+
+    @staticmethod
+    def _gain(reader: Candidate, source: Candidate) -> int:
+        """Places that the source has reported and the reader is not expected to have."""
+        most = (reader.num_tokens - 1) // reader.block_size  # the last token is computed in any case
+        return min(source.confirmed_blocks, most) - reader.overlap_blocks
+
+    def _estimate(self, reader: Candidate, source: Candidate) -> BlockMove:
+        num_blocks, rate = self._gain(reader, source), reader.worker.prefill_tokens_per_s
+        have = reader.overlap_blocks
+        num_bytes = _moved_bytes(reader.worker.identity.layout, have, have + num_blocks)
+        base_s = FIRST_S + num_bytes / self._bandwidth.bytes_per_s
+        return BlockMove(
+            source=source.worker,
+            num_blocks=num_blocks,
+            base_s=base_s,
+            move_s=base_s * (self._error + self._spread),
+            compute_s=num_blocks * reader.block_size / rate if rate else None,
+        )
+
+    def ended(self, move: BlockMove | None, timeline: Timeline) -> None:
+        """Learn from an attempt that has been served. move: that of its placement."""
+        if move is None:
+            return
+        known = timeline.moments_unix_ns
+        begun, landed = known.get(moments.PREFILL_QUEUED), known.get(moments.BLOCKS_LANDED)
+        if begun is None or landed is None:
+            self.num_ended["failed"] += 1
+            return
+        seconds = max(0, landed - begun) / 1e9
+        error = seconds / move.base_s
+        self._spread = _KEPT * self._spread + (1 - _KEPT) * abs(error - self._error)
+        self._error = _KEPT * self._error + (1 - _KEPT) * error
+        is_faster = move.compute_s is not None and seconds < move.compute_s
+        self.num_ended["faster" if is_faster else "slower"] += 1
+
+
+def _can_read(reader: Candidate, source: Candidate) -> bool:
+    """True if the reader can read the source's cached blocks."""
+    ours, theirs = reader.worker.identity, source.worker.identity
+    return (
+        reader.worker is not source.worker
+        and not theirs.layout.differences(ours.layout)
+        and theirs.layout.has_draft_head_of(ours.layout)
+        and works_with(theirs.protocol_version, ours.protocol_version)
+    )
+
+
+def _moved_bytes(layout: KvLayout, first: int, end: int) -> float:
+    """Bytes of the blocks in these places of a sequence, without those outside a window."""
+    num_blocks: float = end - first
+    if layout.group_windows != (0,):
+        num_blocks = layout.num_prompt_blocks(end * layout.block_size, first) / layout.num_groups
+    return num_blocks * layout.total_place_bytes
