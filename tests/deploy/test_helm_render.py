@@ -238,13 +238,14 @@ def reached(name: str) -> set[tuple[str, str, int]]:
 
 
 def test_each_pod_reaches_those_that_it_works_with_and_no_other() -> None:
-    services = {("router", "prefill", 50052), ("router", "decode", 50052)}
-    services |= {("decode", "prefill", port) for port in (50052, 50053, 50054)}
+    calls = {("router", "prefill", 50052), ("router", "decode", 50052)}
+    workers = [(one, other) for one in ("prefill", "decode") for other in ("prefill", "decode")]
+    blocks = {(*pair, port) for pair in workers for port in (50052, 50053, 50054)}
     redis = {(component, "redis", 6379) for component in ("router", "prefill", "decode")}
-    assert reached("minimal") == services | redis
-    assert reached("gpu") == services
+    assert reached("minimal") == calls | blocks | redis
+    assert reached("gpu") == calls | blocks
     # 0 is any port: NIXL draws its own
-    assert reached("everything") == services | redis | {("decode", "prefill", 0), ("prefill", "decode", 0)}
+    assert reached("everything") == calls | redis | {(*pair, 0) for pair in workers}
 
 
 def test_selectors_choose_the_pods_of_their_component() -> None:

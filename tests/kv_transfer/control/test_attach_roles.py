@@ -64,11 +64,15 @@ async def test_i8_a_decode_worker_attaches_as_no_other(secured: Any, until: Any,
     assert not source.has_ended
 
 
-@pytest.mark.parametrize("role", ["router", "prefill"])
-async def test_i8_nobody_else_attaches(secured: Any, until: Any, authority: Authority, role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "asked_for"), [("router", "spiffe://pdserve.internal/pdserve/prefill or "), ("prefill", "")]
+)
+async def test_i8_nobody_else_attaches(
+    secured: Any, until: Any, authority: Authority, role: str, asked_for: str
+) -> None:
     call_as(secured, authority, [role_uri(role)])
     source = secured.expect()
     transfer = secured.receive(grace_s=0.0)
     await until(lambda: transfer.state is ReceiverState.FAILED)
-    assert "no role spiffe://pdserve.internal/pdserve/decode" in secured.owner.cause.message
+    assert f"no role {asked_for}spiffe://pdserve.internal/pdserve/decode" in secured.owner.cause.message
     assert not source.has_ended

@@ -333,25 +333,28 @@ def role_identity(authority: Authority, role: str, shown: str | None = None) -> 
     return identity
 
 
-@pytest.mark.parametrize("shown", ["router", "prefill", ""])
-def test_i8_only_decode_certificates_read(
-    make_connector: MakeConnector, authority: Authority, caplog: pytest.LogCaptureFixture, shown: str
+ROLE_OF_A_WORKER = "no role spiffe://pdserve.internal/pdserve/prefill or spiffe://pdserve.internal/pdserve/decode"
+
+
+@pytest.mark.parametrize("shown", ["router", ""])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_i8_only_workers_certificates_read(
+    make_connector: MakeConnector, authority: Authority, caplog: pytest.LogCaptureFixture, role: str, shown: str
 ) -> None:
-    source = make_connector(role_identity(authority, "prefill"))
+    source = make_connector(role_identity(authority, role))
     transfer = Transfer(source, make_pool(seed=SOURCE_SEED), range(NUM_BLOCKS))
     assert still_serves(source, transfer, role_identity(authority, "decode"))
+    assert still_serves(source, transfer, role_identity(authority, "prefill"))
     assert not still_serves(source, transfer, role_identity(authority, "decode", shown))
-    assert "no role spiffe://pdserve.internal/pdserve/decode" in caplog.text
+    assert ROLE_OF_A_WORKER in caplog.text
     assert source.source_counters["failed_handshakes"] >= 1
 
 
-@pytest.mark.parametrize("shown", ["router", "decode", ""])
-def test_blocks_are_read_from_prefill_certificates_alone(
+@pytest.mark.parametrize("shown", ["router", ""])
+def test_blocks_are_read_from_workers_certificates_alone(
     make_connector: MakeConnector, authority: Authority, shown: str
 ) -> None:
     source = make_connector(role_identity(authority, "prefill", shown))
     receiver = make_connector(role_identity(authority, "decode"), seed=None)
     transfer = Transfer(source, make_pool(seed=SOURCE_SEED), range(NUM_BLOCKS))
-    assert "TLS: its certificate has no role spiffe://pdserve.internal/pdserve/prefill" in failure(
-        receiver, source.metadata, transfer
-    )
+    assert f"TLS: its certificate has {ROLE_OF_A_WORKER}" in failure(receiver, source.metadata, transfer)

@@ -307,6 +307,10 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Prompt tokens looked up in the host-memory tier since start: those that the pool did not have."""
     external_prefix_cache_hits: int = 0
     """The part of them that the tier had."""
+    peer_prefix_cache_queries: int = 0
+    """Prompt tokens whose blocks were asked for at another worker since start: those that pool and tier did not have."""
+    peer_prefix_cache_hits: int = 0
+    """The part of them whose blocks came from there."""
     num_host_blocks_total: tuple[int, ...] = ()
     """Blocks that the tier holds, by shape; empty without one."""
     num_host_blocks_used: tuple[int, ...] = ()

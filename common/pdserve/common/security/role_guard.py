@@ -20,7 +20,7 @@ from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import PdServeError, PermissionDenied
 from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
 from pdserve.common.security.tls import ServerTls
-from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.common.security.tls_roles import WORKERS, ServiceRole
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _ROUTERS = (ServiceRole.ROUTER,)
 CALLERS: dict[str, tuple[ServiceRole, ...]] = {
     "pdserve.v1.StepStreamService": _ROUTERS,
     "pdserve.v1.WorkerService": _ROUTERS,
-    "pdserve.v1.KvSourceService": (ServiceRole.DECODE, ServiceRole.PREFILL),
+    "pdserve.v1.KvSourceService": WORKERS,
     "grpc.health.v1.Health": tuple(ServiceRole),
     "grpc.reflection.v1alpha.ServerReflection": tuple(ServiceRole),
 }

@@ -30,6 +30,10 @@ class ServiceRole(enum.Enum):
     DECODE = "decode"
 
 
+WORKERS = (ServiceRole.PREFILL, ServiceRole.DECODE)
+"""Roles that have KV blocks, and read them from each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoleName:
     """One role in a certificate."""

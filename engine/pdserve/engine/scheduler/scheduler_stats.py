@@ -42,6 +42,8 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         spec_decoding_stats=scheduler.drafts.stats,
         external_prefix_cache_queries=tier.num_queried_tokens,
         external_prefix_cache_hits=tier.num_hit_tokens,
+        peer_prefix_cache_queries=scheduler.receives.num_fetch_tokens,
+        peer_prefix_cache_hits=scheduler.receives.num_fetched_tokens,
         num_host_blocks_total=tier.num_slots,
         num_host_blocks_used=tier.num_used,
         num_host_blocks_stored=tier.num_stored,

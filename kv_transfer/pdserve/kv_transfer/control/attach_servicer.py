@@ -19,7 +19,7 @@ from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire.messages import layout_from_wire
 from pdserve.common.security.role_guard import CallerRoles
-from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.common.security.tls_roles import WORKERS, ServiceRole
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
@@ -216,7 +216,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     ) -> tuple[SourceTransfer, BlockConnector]:
         """Check the first message, find its transfer, and choose the connector. Raises: PdServeError."""
         request = await _opening_of(requests)
-        roles = (ServiceRole.DECODE, ServiceRole.PREFILL) if request.block_hashes else (ServiceRole.DECODE,)
+        roles = WORKERS if request.block_hashes else (ServiceRole.DECODE,)
         self._callers.verify(context, roles, request.receiver.worker_id)
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another epoch of this worker")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
-from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.common.security.tls_roles import WORKERS
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
@@ -97,7 +97,7 @@ def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:
     try:
         secured = TlsStream(stream, client.context, settings.connect_timeout_s, client.server_name or address.host)
         if client.peers is not None:
-            objection = client.peers.objection(secured.peer_uris, (ServiceRole.PREFILL,))
+            objection = client.peers.objection(secured.peer_uris, WORKERS)
             if objection is not None:
                 raise StreamBroken(f"TLS: {objection}")
         return secured

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.common.security.tls_roles import WORKERS
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import NoRoom, PoolMemory
 from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrant, ReadGrants, ReadRefusal
@@ -135,7 +135,7 @@ class TcpSource:
             return stream
         secured = TlsStream(stream, tls.server.context, self._settings.first_request_s)
         peers = tls.server.current.peers
-        if peers is not None and (objection := peers.objection(secured.peer_uris, (ServiceRole.DECODE,))) is not None:
+        if peers is not None and (objection := peers.objection(secured.peer_uris, WORKERS)) is not None:
             raise HandshakeFailed(objection)
         return secured
 

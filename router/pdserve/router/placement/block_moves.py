@@ -9,19 +9,24 @@ conversation's last turn, or a prefill worker that has computed the same beginni
 The error is the recent mean of what moves took over the first factor, the spread their mean distance from it, so moves have to win
 by more where they are less regular. A worker's rate is the last one that it has reported; without any, nothing is moved. What has
 not come after twice the estimate is computed.
+
+Each candidate is placed with the move that it would make: moved blocks count as the tokens that it could compute in that time. So a
+prefix that a busy worker has costs an idle one little.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
+
+import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import works_with
 from pdserve.common.timeline import Timeline
-from pdserve.router.placement.placement import BlockMove, Candidate, Placement
+from pdserve.router.placement.placement import BlockMove, Candidate
 from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
 
 FIRST_S = 0.005
@@ -46,39 +51,27 @@ class BlockMoves:
         self._spread = _FIRST_SPREAD
         self.num_ended: Counter[MoveOutcome] = Counter()
 
-    def choose(self, placement: Placement, candidates: Iterable[Candidate]) -> BlockMove | None:
-        """The move for an attempt, None if nothing is worth one. candidates: live workers of both roles, none of them blamed."""
-        candidates = list(candidates)
-        computes = placement.prefill or placement.decode
-        reader = next((each for each in candidates if each.worker is computes), None)
-        if self._setting == "never" or reader is None:
-            return None
-        sources = [each for each in candidates if _can_read(reader, each) and self._gain(reader, each) > 0]
-        if not sources:
-            return None
-        source = max(sources, key=lambda each: (self._gain(reader, each), -each.load_blocks))
-        move = self._estimate(reader, source)
-        pays = move.compute_s is not None and move.move_s < move.compute_s
-        return move if pays or self._setting == "always" else None
+    def with_moves(self, candidates: Sequence[Candidate], sources: Iterable[Candidate]) -> list[Candidate]:
+        """The candidates with the move that each would make. sources: workers of both roles to which nothing has happened."""
+        if self._setting == "never":
+            return list(candidates)
+        best = _BestSources(sources)
+        return [self._with_move(candidate, best.of(candidate)) for candidate in candidates]
 
-    @staticmethod
-    def _gain(reader: Candidate, source: Candidate) -> int:
-        """Places that the source has reported and the reader is not expected to have."""
-        most = (reader.num_tokens - 1) // reader.block_size  # the last token is computed in any case
-        return min(source.confirmed_blocks, most) - reader.overlap_blocks
-
-    def _estimate(self, reader: Candidate, source: Candidate) -> BlockMove:
-        num_blocks, rate = self._gain(reader, source), reader.worker.prefill_tokens_per_s
-        have = reader.overlap_blocks
+    def _with_move(self, reader: Candidate, source: Candidate | None) -> Candidate:
+        if source is None or (num_blocks := _gain(reader, source)) <= 0:
+            return reader
+        have, rate = reader.overlap_blocks, reader.worker.prefill_tokens_per_s
         num_bytes = _moved_bytes(reader.worker.identity.layout, have, have + num_blocks)
         base_s = FIRST_S + num_bytes / self._bandwidth.bytes_per_s
-        return BlockMove(
+        move = BlockMove(
             source=source.worker,
             num_blocks=num_blocks,
             base_s=base_s,
             move_s=base_s * (self._error + self._spread),
             compute_s=num_blocks * reader.block_size / rate if rate else None,
         )
+        return msgspec.structs.replace(reader, move=move) if move.pays or self._setting == "always" else reader
 
     def ended(self, move: BlockMove | None, timeline: Timeline) -> None:
         """Learn from an attempt that has been served. move: that of its placement."""
@@ -97,15 +90,47 @@ class BlockMoves:
         self.num_ended["faster" if is_faster else "slower"] += 1
 
 
-def _can_read(reader: Candidate, source: Candidate) -> bool:
-    """True if the reader can read the source's cached blocks."""
-    ours, theirs = reader.worker.identity, source.worker.identity
-    return (
-        reader.worker is not source.worker
-        and not theirs.layout.differences(ours.layout)
-        and theirs.layout.has_draft_head_of(ours.layout)
-        and works_with(theirs.protocol_version, ours.protocol_version)
-    )
+class _BestSources:
+    """Of workers of each layout the two that have most of a prompt, so that a worker finds another one in constant time."""
+
+    def __init__(self, sources: Iterable[Candidate]) -> None:
+        self._best: dict[tuple[KvLayout, int], list[Candidate]] = {}
+        for source in sources:
+            identity = source.worker.identity
+            two = self._best.setdefault((identity.layout, identity.protocol_version), [])
+            two.append(source)
+            if len(two) > 2:
+                two.remove(min(two, key=_rank))
+        self._readable: dict[tuple[KvLayout, KvLayout], bool] = {}
+
+    def of(self, reader: Candidate) -> Candidate | None:
+        """The worker that has most of the prompt, of those whose cached blocks the reader can read."""
+        ours = reader.worker.identity
+        found = [
+            source
+            for (layout, version), two in self._best.items()
+            if works_with(version, ours.protocol_version) and self._can_read(ours.layout, layout)
+            for source in two
+            if source.worker is not reader.worker
+        ]
+        return max(found, key=_rank, default=None)
+
+    def _can_read(self, ours: KvLayout, theirs: KvLayout) -> bool:
+        known = self._readable.get((ours, theirs))
+        if known is None:
+            known = not theirs.differences(ours) and theirs.has_draft_head_of(ours)
+            self._readable[ours, theirs] = known
+        return known
+
+
+def _rank(source: Candidate) -> tuple[int, float]:
+    return source.confirmed_blocks, -source.load_blocks
+
+
+def _gain(reader: Candidate, source: Candidate) -> int:
+    """Places that the source has reported and the reader is not expected to have."""
+    most = (reader.num_tokens - 1) // reader.block_size  # the last token is computed in any case
+    return min(source.confirmed_blocks, most) - reader.overlap_blocks
 
 
 def _moved_bytes(layout: KvLayout, first: int, end: int) -> float:

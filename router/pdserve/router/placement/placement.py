@@ -71,6 +71,29 @@ class PlacementHint(enum.Enum):
     """Decode prefills a prompt of any length, because the KV of a session is never transferred."""
 
 
+class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that the worker of an attempt reads from another one before it computes the rest."""
+
+    source: RemoteWorker
+    num_blocks: int
+    """Places of the prompt that the source has and the reader has not, by their reports."""
+    base_s: float
+    """`move` without error and spread."""
+    move_s: float
+    compute_s: float | None
+    """None if the reader's rate is unknown."""
+
+    @property
+    def pays(self) -> bool:
+        """True if it is expected to take less time than computing the blocks."""
+        return self.compute_s is not None and self.move_s < self.compute_s
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which the reader computes what has not come."""
+        return max(LEAST_MOVE_LIMIT_S, 2 * self.move_s)
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A worker with its load and its cached part of one prompt."""
 
@@ -83,6 +106,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The part of it that the worker has reported."""
     loads_adapter: bool = False
     """True if it would have to load the request's adapter, by its last report."""
+    move: BlockMove | None = None
+    """Blocks that it would read from another worker, if it computed the prompt."""
 
     @property
     def block_size(self) -> int:
@@ -90,8 +115,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncached_tokens(self) -> int:
-        """Tokens of this prompt to compute; at least its last one."""
-        return max(1, self.num_tokens - self.overlap_blocks * self.block_size)
+        """Tokens of this prompt to compute, at least its last one; a move counts as what could be computed in its time."""
+        num_tokens = self.num_tokens - self.overlap_blocks * self.block_size
+        if self.move is not None:
+            num_tokens -= self.move.num_blocks * self.block_size
+            num_tokens += int(self.move.move_s * self.worker.prefill_tokens_per_s)
+        return max(1, num_tokens)
 
     @property
     def unconfirmed_tokens(self) -> int:
@@ -157,24 +186,6 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """None while prefill's rate is unknown."""
     limit_tokens: int = 0
     """Uncached tokens up to which decode should prefill itself."""
-
-
-class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that the worker of an attempt reads from another one before it computes the rest."""
-
-    source: RemoteWorker
-    num_blocks: int
-    """Places of the prompt that the source has and the reader has not, by their reports."""
-    base_s: float
-    """`move` without error and spread."""
-    move_s: float
-    compute_s: float | None
-    """None if the reader's rate is unknown."""
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds after which the reader computes what has not come."""
-        return max(LEAST_MOVE_LIMIT_S, 2 * self.move_s)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,7 +276,8 @@ def place(
     if chosen is None:
         return None
     sources = compatible_prefill_workers(chosen, prefill)
-    here = Placement(decode=chosen.worker, decode_share=chosen.share(prefills=True, grows=True))
+    decode_share = chosen.share(prefills=True, grows=True)
+    here = Placement(decode=chosen.worker, decode_share=decode_share, move=chosen.move)
     if not sources:
         return msgspec.structs.replace(here, prefill_here=True)
     may_prefill = _may_prefill(chosen, rules)
@@ -289,7 +301,8 @@ def place_prefill(prefill: Sequence[Candidate], rules: PlacementRules, *, strict
     chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
     if chosen is None:
         return None
-    return Placement(prefill=chosen.worker, prefill_share=chosen.share(prefills=True, grows=False))
+    prefill_share = chosen.share(prefills=True, grows=False)
+    return Placement(prefill=chosen.worker, prefill_share=prefill_share, move=chosen.move)
 
 
 def choose(
@@ -375,4 +388,5 @@ def _remote(source: Candidate, decode: Candidate) -> Placement:
         decode=decode.worker,
         prefill_share=source.share(prefills=True, grows=False),
         decode_share=decode.share(prefills=False, grows=True),
+        move=source.move,
     )

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.pooling_params import PoolingParams
@@ -105,14 +103,17 @@ class WorkerSelector:
             turns=self._turns,
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
-        if pooling is not None:
-            live[WorkerRole.PREFILL] = pooling_workers(live[WorkerRole.PREFILL], pooling)
         now_s = time.monotonic()
         candidates = {
             role: self._candidates(live[role], (num_tokens, num_encoder_tokens), hashes, dead, now_s, fingerprint)
             for role in WorkerRole
         }
         prefill, decode = candidates[WorkerRole.PREFILL], candidates[WorkerRole.DECODE]
+        if hint is not PlacementHint.SESSION:
+            sources = [each for each in (*prefill, *decode) if each.worker.key not in blamed]
+            prefill, decode = self.moves.with_moves(prefill, sources), self.moves.with_moves(decode, sources)
+        if pooling is not None:
+            prefill = [each for each in prefill if _serves(each.worker, pooling)]
         placement = (
             place_prefill(prefill, rules)
             if pooling is not None
@@ -120,9 +121,6 @@ class WorkerSelector:
         )
         if placement is None:
             return None
-        if hint is not PlacementHint.SESSION:
-            unblamed = [each for each in (*prefill, *decode) if each.worker.key not in blamed]
-            placement = msgspec.structs.replace(placement, move=self.moves.choose(placement, unblamed))
         for role, worker in ((WorkerRole.PREFILL, placement.prefill), (WorkerRole.DECODE, placement.decode)):
             if worker is not None:
                 self._turns[role] += 1
@@ -218,7 +216,11 @@ class WorkerSelector:
 
 def pooling_workers(workers: Iterable[RemoteWorker], pooling: PoolingParams) -> list[RemoteWorker]:
     """The prefill workers among which a request without text is placed."""
-    return [w for w in workers if pooling.is_served_by(w.identity.hidden_size, w.identity.num_labels)]
+    return [worker for worker in workers if _serves(worker, pooling)]
+
+
+def _serves(worker: RemoteWorker, pooling: PoolingParams) -> bool:
+    return pooling.is_served_by(worker.identity.hidden_size, worker.identity.num_labels)
 
 
 def _is_full(worker: RemoteWorker, hint: PlacementHint) -> bool:

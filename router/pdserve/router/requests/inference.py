@@ -81,7 +81,12 @@ class Inference:
             self.fleet, self.models, self.selector, self.admission, preparation, DenyList(), company, settings
         )
         self.telemetry = RouterTelemetry(
-            settings, self.models.base, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
+            settings,
+            self.models.base,
+            lambda: self.admission.num_requests,
+            fleet.counts,
+            lambda: len(index),
+            lambda: self.selector.moves.num_ended,
         )
 
         self.keys.on_failure = self.telemetry.audit.failed_authentication

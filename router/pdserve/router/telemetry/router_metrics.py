@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.common.telemetry.loop_histogram import LoopHistogram
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
+from pdserve.router.placement.block_moves import MOVE_OUTCOMES
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 
 
@@ -24,9 +25,11 @@ class RouterMetrics:
         num_requests: Callable[[], int],
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
+        num_moves: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """num_requests: returns the prompts in the router. worker_counts: returns role -> state -> number of workers.
-        num_indexed_blocks: returns the number of block hashes in the prefix index.
+        num_indexed_blocks: returns the number of block hashes in the prefix index. num_moves: returns outcome -> moves of cached
+        blocks that have ended.
         """
 
         def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
@@ -74,6 +77,9 @@ class RouterMetrics:
             in_flight, indexed = num_requests(), num_indexed_blocks()
             yield GaugeMetricFamily("pdserve_requests_in_flight", "Prompts in the router now.", value=in_flight)
             yield GaugeMetricFamily("pdserve_indexed_blocks", "Block hashes in the prefix index.", value=indexed)
+            moves = dict.fromkeys(MOVE_OUTCOMES, 0) | dict(num_moves())
+            meaning = "Moves of cached blocks to the worker that computes a prompt, by outcome."
+            yield by_label(CounterMetricFamily, "pdserve_block_moves", meaning, ["outcome"], moves)
             labels, by_role = ["role", "state"], worker_counts()
             workers = {(role, state): number for role, of in by_role.items() for state, number in of.items()}
             yield by_label(GaugeMetricFamily, "pdserve_workers", "Workers, by role and state.", labels, workers)

@@ -61,6 +61,8 @@ class Receive:
     """Tokens whose blocks are here when all have landed."""
     num_sent_tokens: int
     """What the source says that it has sent."""
+    num_here: int = 0
+    """Of a fetch: tokens whose blocks were here before."""
     first_hash: bytes = b""
     """Of a fetch's first block."""
     num_landed: int = 0
@@ -94,6 +96,10 @@ class RemoteKvQueue:
         self._receiving: dict[str, Receive] = {}
         self._fetched: set[bytes] = set()
         """Hash of the first block of each fetch."""
+        self.num_fetch_tokens = 0
+        """Tokens whose blocks `fetch` asked for."""
+        self.num_fetched_tokens = 0
+        """Those whose blocks came."""
         self._unsent: dict[str, ReceiveInto] = {}
         """Reserved in this step: their blocks may still be copied to the host-memory tier."""
         self.num_parked = 0
@@ -174,7 +180,15 @@ class RemoteKvQueue:
         first = order.number(num_places)
         hold = self._holds.out(self._kv.hold_places(request, order.blocks(first, len(order))))
         self._receiving[request.request_id] = Receive(
-            request, order, first, len(hold), set(hold.block_ids), num_tokens, num_sent_tokens, first_hash
+            request,
+            order,
+            first,
+            len(hold),
+            set(hold.block_ids),
+            num_tokens,
+            num_sent_tokens,
+            num_here=num_places * self._config.block_size,
+            first_hash=first_hash,
         )
         self.num_parked += request.num_sequences
         self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
@@ -184,6 +198,7 @@ class RemoteKvQueue:
         order = self._kv.order_of_blocks(request.num_offered_blocks)
         num_tokens, first_hash = order.num_places * self._config.block_size, request.block_hashes[num_places]
         self._fetched.add(first_hash)
+        self.num_fetch_tokens += num_tokens - num_places * self._config.block_size
         self._receive(
             request, order, num_places, num_tokens=num_tokens, num_sent_tokens=num_tokens, first_hash=first_hash
         )
@@ -303,6 +318,8 @@ class RemoteKvQueue:
         self._take(request)
         request.mark("kv_landed")
         request.num_computed_tokens = receive.num_tokens
+        if receive.first_hash:
+            self.num_fetched_tokens += receive.num_tokens - receive.num_here
         self._kv.remember_received(request, receive.order.num_places)
         return request, receive.finished.token_ids
 

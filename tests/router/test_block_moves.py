@@ -1,0 +1,158 @@
+"""When cached blocks are read from another worker: pure decisions, and what is learned from moves that ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from pdserve.common import timeline as moments
+from pdserve.common.timeline import Timeline
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.router.placement.block_moves import FIRST_S, BlockMoves
+from pdserve.router.placement.placement import LEAST_MOVE_LIMIT_S, Candidate, PlacementRules, choose, place
+from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
+from tests.router.candidates import seen, worker
+from tests.router.fake_worker import LAYOUT
+from tests.support.models.kv_layouts import with_shape
+
+SIZE = LAYOUT.block_size
+LONG = 400 * SIZE
+SLOW = 1000.0
+"""Prompt tokens per second of a worker to which moving is always faster."""
+
+
+def moves(setting: Any = "auto") -> BlockMoves:
+    return BlockMoves(setting, TransferBandwidth())
+
+
+def prefill(name: str, overlap: int = 0, rate: float = SLOW, **fields: Any) -> Candidate:
+    return seen(worker(name, "prefill", prefill_tokens_per_s=rate, **fields), LONG, overlap)
+
+
+def decode(name: str, overlap: int = 0, confirmed: int | None = None, **fields: Any) -> Candidate:
+    return seen(worker(name, "decode", **fields), LONG, overlap, confirmed)
+
+
+def source_of(candidate: Candidate) -> str | None:
+    return None if candidate.move is None else candidate.move.source.identity.worker_id
+
+
+def test_the_worker_that_has_most_is_the_source() -> None:
+    readers = [prefill("p1", 3), prefill("p2", 200)]
+    known = [*readers, decode("d1", 100), decode("d2", 300), decode("d3", 300, blocks_in_use=9)]
+    found = moves().with_moves(readers, known)
+    assert [source_of(each) for each in found] == ["d2", "d2"]
+    assert [each.move.num_blocks for each in found if each.move] == [297, 100]
+    [best] = moves().with_moves([known[3]], known)
+    assert best is known[3], "nobody has more"
+    [third] = moves().with_moves([prefill("p3", 299)], [known[3], known[4]])
+    assert third.move is not None
+    assert third.move.num_blocks == 1
+
+
+def test_the_last_token_is_computed() -> None:
+    [reader] = moves().with_moves([prefill("p1")], [decode("d1", 400)])
+    assert reader.move is not None
+    assert reader.move.num_blocks == 399
+
+
+def test_only_what_a_source_has_reported_counts() -> None:
+    reader = prefill("p1")
+    assert moves().with_moves([reader], [decode("d1", 300, confirmed=0)]) == [reader]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        decode("d1", 300, layout=with_shape(LAYOUT, num_layers=9)),
+        decode("d1", 300, protocol_version=99),
+    ],
+    ids=["layout", "version"],
+)
+def test_blocks_that_cannot_be_read_are_not_moved(source: Candidate) -> None:
+    reader = prefill("p1")
+    assert moves("always").with_moves([reader], [source]) == [reader]
+
+
+@pytest.mark.parametrize(
+    ("setting", "rate", "moves_it"),
+    [
+        ("auto", SLOW, True),
+        ("auto", 1e9, False),
+        ("auto", 0.0, False),
+        ("always", 1e9, True),
+        ("always", 0.0, True),
+        ("never", SLOW, False),
+    ],
+)
+def test_moves_are_made_where_they_are_faster(setting: Any, rate: float, moves_it: bool) -> None:
+    [reader] = moves(setting).with_moves([prefill("p1", rate=rate)], [decode("d1", 300)])
+    assert (reader.move is not None) is moves_it
+
+
+def test_a_rate_is_remembered_after_the_worker_has_forgotten_it() -> None:
+    slow = worker("p1", "prefill", prefill_tokens_per_s=SLOW)
+    slow.report(worker("p1", "prefill").load)
+    assert slow.load.prefill_tokens_per_s == 0
+    [reader] = moves().with_moves([seen(slow, LONG)], [decode("d1", 300)])
+    assert reader.move is not None
+
+
+def test_estimates_are_those_of_the_formula() -> None:
+    [reader] = moves().with_moves([prefill("p1", 10)], [decode("d1", 110)])
+    move = reader.move
+    assert move is not None
+    base_s = FIRST_S + 100 * LAYOUT.total_place_bytes / DEFAULT_BYTES_PER_S
+    assert move.base_s == pytest.approx(base_s)
+    assert move.move_s == pytest.approx(1.5 * base_s)
+    assert move.compute_s == pytest.approx(100 * SIZE / SLOW)
+    assert move.limit_s == pytest.approx(max(LEAST_MOVE_LIMIT_S, 3 * base_s))
+    uncached = LONG - 110 * SIZE + int(move.move_s * SLOW)
+    assert reader.uncached_tokens == uncached
+
+
+def test_a_prefix_at_a_busy_worker_costs_an_idle_one_little() -> None:
+    busy, idle = prefill("busy", 300, num_waiting_tokens=4 * LONG), prefill("idle")
+    rules = PlacementRules()
+    without = choose([prefill("busy", 300, num_waiting_tokens=LONG // 2), idle], WorkerRole.PREFILL, rules)
+    assert without is not None
+    found = moves().with_moves([busy, idle], [busy, idle])
+    chosen = choose(found, WorkerRole.PREFILL, rules)
+    assert chosen is not None
+    assert chosen.worker is idle.worker
+    placement = place(20, prefill=found, decode=[decode("d1")], rules=PlacementRules(local_prefill="never"))
+    assert placement is not None
+    assert placement.move is not None
+    assert placement.move.source is busy.worker
+
+
+def ended(it: BlockMoves, reader: Candidate, seconds: float | None) -> None:
+    timeline, now = Timeline(), time.time_ns()
+    timeline.moments_unix_ns[moments.PREFILL_QUEUED] = now
+    if seconds is not None:
+        timeline.moments_unix_ns[moments.BLOCKS_LANDED] = now + int(seconds * 1e9)
+    it.ended(reader.move, timeline)
+
+
+def test_what_moves_take_is_learned_and_how_often_they_were_right_is_counted() -> None:
+    it, source = moves(), [decode("d1", 300)]
+    [reader] = it.with_moves([prefill("p1")], source)
+    assert reader.move is not None
+    assert reader.move.compute_s is not None
+    ended(it, reader, None)
+    ended(it, reader, 0.9 * reader.move.compute_s)
+    ended(it, reader, 1.1 * reader.move.compute_s)
+    it.ended(None, Timeline())
+    assert dict(it.num_ended) == {"failed": 1, "faster": 1, "slower": 1}
+    for _ in range(100):
+        ended(it, reader, 3 * reader.move.base_s)
+    [steady] = it.with_moves([prefill("p1")], source)
+    assert steady.move is not None
+    assert steady.move.move_s == pytest.approx(3 * reader.move.base_s, rel=0.05), "regular moves have no spread"
+    for number in range(100):
+        ended(it, reader, (1 + 4 * (number % 2)) * reader.move.base_s)
+    [irregular] = it.with_moves([prefill("p1")], source)
+    assert irregular.move is not None
+    assert irregular.move.move_s > 1.4 * steady.move.move_s
