@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest, TransferFailed
-from pdserve.common.request.block_source import BlockSource
 from pdserve.engine.request import RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import (
     Found,
@@ -25,11 +24,11 @@ from pdserve.engine.scheduler.kv_messages import (
     Want,
 )
 from pdserve.engine.scheduler.transfer_events import KvSendTracker
+from tests.support.engine.engine_fetches import SOURCE
 from tests.support.engine.engine_harness import Harness, MakeEngine
-from tests.support.engine.engine_pair import block_at, places_of
 from tests.support.engine.hash_model import STATE, Chunk, Window, greedy_answer, prompt_of
+from tests.support.engine.pool_blocks import block_at, places_of
 
-SOURCE = BlockSource("other", 1, "127.0.0.1:1", 5.0)
 WINDOWS: tuple[Window, ...] = (None, 9, (None, 9), (None, Chunk(8)), (None, STATE))
 
 

@@ -4,8 +4,8 @@ What may happen: remote and local requests of any priority, with one or several 
 with a grammar that comes late, in any order, after the request's end, or cannot be compiled, sessions, aborts, sequences
 that end elsewhere, sources that give up, transfers wanted late or never, events late and twice, holds that come back in
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
-known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
-any order.
+known, in every third seed drafts, right and wrong ones, in three seeds of four host-memory tiers, whose loads end late and in any
+order. In some lives the engines read cached blocks from each other, and these reads fail at any moment.
 Some models have a window. Others have several KV cache groups, with windows, chunks or a state per sequence, or one of states, with
 blocks of one shape or of several. Others have a draft head, which drafts or is only filled, and which one engine of some lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
@@ -73,8 +73,16 @@ class Session:
 class Life:
     """Requests to a pair of engines, and their expected results."""
 
-    def __init__(self, make_engine: MakeEngine, seed: int, window: Window = None, shapes: Sequence[int] = ()) -> None:
-        """shapes: of the blocks of each KV cache group; empty: one."""
+    def __init__(
+        self,
+        make_engine: MakeEngine,
+        seed: int,
+        window: Window = None,
+        shapes: Sequence[int] = (),
+        *,
+        reads: bool = False,
+    ) -> None:
+        """shapes: of the blocks of each KV cache group; empty: one. reads: the engines read cached blocks from each other."""
         self.window, self.shapes = window, shapes
         self.has_head = HEAD in windows_of(window)
         self.draw = draw = random.Random(seed)
@@ -119,6 +127,7 @@ class Life:
         )
         self.d_grammars = self.compilers[1]
         self.pair = Pair(self.p, self.d, seed)
+        self.reads = reads and self.p.has_draft_head == self.d.has_draft_head
         self.contents = CacheContents(self.p if self.p.has_draft_head else self.d)
         self.widths: dict[str, int] = {}
         self.expected: dict[tuple[str, int], list[int]] = {}
@@ -132,6 +141,8 @@ class Life:
         self.impossible: set[str] = set()
         """Requests whose grammar cannot be compiled."""
         self.sessions: list[Session] = []
+        self.asked: list[tuple[list[int], str]] = []
+        """Prompts with their answers, and the engine that decodes them."""
         self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
 
     def _of_engine(self, *, lacks: bool) -> Window:
@@ -247,6 +258,12 @@ class Life:
         prompt = draw.choice(self.stems)[: draw.randint(1, 24)] + [
             draw.randrange(60) for _ in range(draw.randint(0, 12))
         ]
+        reader = ""
+        if self.reads and self.asked and draw.random() < 0.8:
+            # a further turn, whose beginning was computed or received at the other engine
+            text, last = draw.choice(self.asked[-4:])
+            prompt = text[: draw.randint(16, 33)] + [draw.randrange(60) for _ in range(draw.randint(0, 3))]
+            reader = "p" if last == "d" else "d"
         length = draw.randint(3, 28)
         fields: dict[str, Any] = {"params": {"max_tokens": length}, "priority": draw.choice([-1, 0, 0, 3])}
         width = self.widths[request_id] = draw.choice([1, 1, 1, 1, 2, min(3, self.d.config.max_num_seqs)])
@@ -279,11 +296,17 @@ class Life:
             fields["output"], answers[0] = answers[0][:resumed], answers[0][resumed:]
         self.expected |= {(request_id, index): answer for index, answer in enumerate(answers)}
         kind = draw.random()
-        if kind < 0.7:
-            self.pair.add(prompt, request_id, **fields)
+        is_remote = kind < 0.7 and reader != "d"
+        at = reader or ("d" if kind < 0.9 else "p")
+        if width > self.p.config.max_num_seqs:
+            at = "d"
+        if is_remote:
+            self.pair.add(prompt, request_id, fetches=bool(reader), **fields)
         else:
-            engine = self.d if kind < 0.9 or width > self.p.config.max_num_seqs else self.p
-            engine.add(prompt, request_id, prefill_here=draw.random() < 0.5, **fields)
+            fields |= {"prefill_here": draw.random() < 0.5, "fetches": bool(reader)}
+            self.pair.add_local(at, prompt, request_id, **fields)
+        if self.reads and width == 1:  # several sequences share an entry of a draft head that belongs to one of them
+            self.asked.append((prompt + answers[0], "d" if is_remote else at))
 
     def _end_one(self) -> None:
         if not self.widths:
@@ -339,7 +362,13 @@ class Life:
 
 
 def live(
-    make_engine: MakeEngine, seed: int, num_requests: int, window: Window = None, shapes: Sequence[int] = ()
+    make_engine: MakeEngine,
+    seed: int,
+    num_requests: int,
+    window: Window = None,
+    shapes: Sequence[int] = (),
+    *,
+    reads: bool = False,
 ) -> Life:
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -348,7 +377,7 @@ def live(
                 # token may fill the pool and never run, which is likely where that token needs a block and a state
                 growth = int(STATE in windows_of(window))
                 patch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", growth)
-            life = Life(make_engine, seed, window, shapes)
+            life = Life(make_engine, seed, window, shapes, reads=reads)
             life.live(num_requests)
             life.check()
     except BaseException as error:
@@ -453,6 +482,42 @@ def test_i2_i3_i4_i6_i13_i14_lives_with_several_shapes(
         num_loaded += life.num_loaded
         harnesses.clear()
     assert min(num_loaded[shape] for shape in range(3)) > 5, "too roomy to show anything"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(12_000, 12_036),
+        *(pytest.param(range(first, first + 120), marks=pytest.mark.slow) for first in range(13_000, 13_480, 120)),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
+def test_i2_i3_i4_i6_i13_i14_i15_lives_that_read_from_each_other(
+    make_engine: MakeEngine, harnesses: list[Harness], seeds: range
+) -> None:
+    windows: Sequence[Window] = (
+        None,
+        None,
+        6,
+        (None, 5),
+        (None, Chunk(8)),
+        (None, STATE),
+        (None, HEAD),
+        None,
+        (9, STATE),
+    )
+    num_landed = num_fetched = num_failed = 0
+    for seed in seeds:
+        life = live(make_engine, seed, 16, window=windows[seed % len(windows)], reads=True)
+        num_landed += life.pair.fetches.num_landed
+        for engine in (life.p, life.d):
+            receives = engine.scheduler.receives
+            num_fetched += receives.num_fetched_tokens
+            num_failed += receives.num_fetch_tokens - receives.num_fetched_tokens
+        harnesses.clear()
+    assert num_landed > 3 * len(seeds), "too few blocks are read to show anything"
+    assert num_fetched > 10 * len(seeds), "too few tokens are read to show anything"
+    assert num_failed > 3 * len(seeds), "too few reads fail to show anything"
 
 
 @pytest.mark.slow

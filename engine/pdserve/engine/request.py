@@ -109,7 +109,7 @@ class Request:
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
         if self.sampling_params.structured_outputs is not None:
             self.waits_for.add(Wait.GRAMMAR)
-        if core.block_source is not None and not self.skip_reading_prefix_cache:
+        if core.block_source is not None:
             self.waits_for.add(Wait.OFFER)
         self.num_offered_blocks = 0
         """Full blocks from its first that another worker has offered; 0 once they are received, or will not come."""

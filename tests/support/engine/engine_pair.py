@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.multimodal import without_pixels
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.scheduler.kv_messages import (
@@ -27,10 +28,11 @@ from pdserve.engine.scheduler.kv_messages import (
     StopReceiving,
     Want,
 )
+from tests.support.engine.engine_fetches import SOURCE, Fetches
 from tests.support.engine.engine_harness import Answer, Harness
+from tests.support.engine.pool_blocks import RUBBISH, block_at, places_of
 
 _AGAIN = "~again"
-RUBBISH = 999_999_937
 
 
 @dataclass
@@ -78,13 +80,24 @@ class Pair:
         self.attempts: dict[str, list[str]] = {}
         """request_id -> the engines' names for its attempts; a further one follows each eviction."""
         self._mail: dict[str, deque[IntoEngine]] = {"p": deque(), "d": deque()}
+        self.fetches = Fetches({"p": p, "d": d}, self._post, self.random, is_steady=self.steady)
 
-    def add(self, prompt: list[int], request_id: str, **fields: Any) -> None:
-        """Both calls of one attempt."""
+    def add(self, prompt: list[int], request_id: str, *, fetches: bool = False, **fields: Any) -> None:
+        """Both calls of one attempt. fetches: P first reads what D has of the prompt."""
         self.attempts[request_id] = [request_id]
-        self._place(prompt, request_id, fields)
+        self._place(prompt, request_id, fields, fetches=fetches)
 
-    def _place(self, prompt: list[int], attempt: str, fields: dict[str, Any]) -> None:
+    def add_local(self, at: str, prompt: list[int], request_id: str, *, fetches: bool = False, **fields: Any) -> None:
+        """A request that one engine, p or d, computes. fetches: after it has read what the other has of the prompt."""
+        engine = self.p if at == "p" else self.d
+        self._submit(at, engine.request(prompt, request_id, **fields, block_source=SOURCE if fetches else None))
+
+    def _submit(self, at: str, request: EngineCoreRequest) -> None:
+        if request.block_source is not None:
+            self.fetches.begin(at, request)
+        (self.p if at == "p" else self.d).submit(request)
+
+    def _place(self, prompt: list[int], attempt: str, fields: dict[str, Any], *, fetches: bool = False) -> None:
         self.transfers[attempt] = Transfer(prompt, fields.get("n", 1), fields.get("output", []), fields=fields)
         embeds = fields.get("prompt_embeds")
         # D gets their KV alone
@@ -93,7 +106,8 @@ class Pair:
             of_d = of_d | {"mm_features": without_pixels(fields["mm_features"])}
         head = {"without_draft_head": self.p.has_draft_head != self.d.has_draft_head}
         self.d.add(prompt, attempt, remote_prefill=True, **of_d, **head)
-        self.p.add(prompt, attempt, transfer_source=True, **fields, **head)
+        source = SOURCE if fetches else None
+        self._submit("p", self.p.request(prompt, attempt, transfer_source=True, block_source=source, **fields, **head))
 
     def _place_evicted(self) -> None:
         """Place evicted requests again, as the router does."""
@@ -145,7 +159,15 @@ class Pair:
             for attempts in self.attempts.values()
         )
         return bool(
-            evicted or engines or out or any(self._mail.values()) or self.p.outbox.messages or self.d.outbox.messages
+            evicted
+            or engines
+            or out
+            or len(self.fetches)
+            or len(self.p.scheduler.loads)
+            or len(self.d.scheduler.loads)
+            or any(self._mail.values())
+            or self.p.outbox.messages
+            or self.d.outbox.messages
         )
 
     # ---- what others do to a request
@@ -182,6 +204,8 @@ class Pair:
                 if answer is not None and answer.token_ids:
                     transfer.first_tokens[index] = answer.token_ids[0]
         for message in self.p.outbox.take():
+            if self.fetches.takes("p", message):
+                continue
             if isinstance(message, Missed):
                 self._again(message.request_id, self.transfers[message.request_id])
                 continue
@@ -199,6 +223,8 @@ class Pair:
     def _step_d(self) -> None:
         self.d.step()
         for message in self.d.outbox.take():
+            if self.fetches.takes("d", message):
+                continue
             transfer = self.transfers[message.request_id]
             if isinstance(message, StopReceiving):
                 transfer.stopped = True
@@ -229,6 +255,7 @@ class Pair:
             )
 
     def _move(self) -> None:
+        self.fetches.move()
         for request_id, transfer in self.transfers.items():
             if transfer.room is None:
                 continue
@@ -318,14 +345,3 @@ class Pair:
             finish_reason=rest.finish_reason,
             error_code=rest.error_code,
         )
-
-
-def places_of(hold: PinnedBlocks) -> list[tuple[int, int]]:
-    """(shape, row) of each block."""
-    return list(zip(hold.shapes, hold.rows, strict=True))
-
-
-def block_at(engine: Harness, place: tuple[int, int]) -> Any:
-    """The content of a block."""
-    shape, row = place
-    return engine.pools[shape][row]

@@ -202,7 +202,8 @@ class Scheduler:
     def _offered(self, request: Request, num_blocks: int) -> None:
         """Let a request enter the queues: it is known what its source has."""
         most = (request.num_tokens - 1) // self.config.block_size
-        if 0 < num_blocks <= most and not request.core.without_draft_head:
+        is_readable = not request.core.without_draft_head and not request.skip_reading_prefix_cache
+        if 0 < num_blocks <= most and is_readable:
             request.num_offered_blocks = num_blocks
         else:
             self.receives.cancel_remote(request)

@@ -115,7 +115,7 @@ class TransferEvents:
     def _offered(self, request: Request, num_blocks: int) -> Offer | None:
         if Wait.OFFER in request.waits_for:
             return Offer(request, num_blocks)
-        self._receives.cancel_remote(request)
+        self.num_dropped += 1
         return None
 
     def _failed(self, request: Request, cause: PdServeError) -> Outcome:

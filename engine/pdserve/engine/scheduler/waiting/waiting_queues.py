@@ -291,10 +291,10 @@ class WaitingQueues:
         encoder_prompt = request.core.encoder_prompt
         if encoder_prompt is not None and num_known < encoder_prompt.num_slots:
             return Cached()  # a part of an encoder's prompt is computed with the whole
-        is_fetched = request.num_offered_blocks > len(computed) + len(in_host)
-        if is_fetched:
+        if request.num_offered_blocks > len(computed) + len(in_host):
             computed = self._kv.get_blocks_to_keep(request, num_known)
             in_host = self._loads.find(request, computed, num_known)
+        is_fetched = request.num_offered_blocks > len(computed) + len(in_host)  # pool and tier may have all of it together
         return Cached(computed, len(computed) * block_size, in_host, num_known, is_fetched)
 
     def _is_coming(self, request: Request, cached: Cached) -> bool:
