@@ -31,7 +31,6 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.nixl import nixl, nixl_peer
 from pdserve.kv_transfer.pull import peer_connections
 from pdserve.kv_transfer.pull.digest import matching
-from pdserve.worker.transfers import worker_transfers
 from tests.support.engine.late_executor import LateExecutor
 from tests.support.engine.pretend_device import PretendTensor
 from tests.support.engine.pretend_pool import PretendedPool, digest_on_device, region_on_host
@@ -65,7 +64,7 @@ def _late_steps_over_a_device() -> None:
         return core
 
     replacements: list[tuple[Any, str, Any]] = [
-        (worker_transfers, "serve_pool", serve_pool),
+        (make_connectors, "serve_pool", serve_pool),
         (loaded_engine, "make_engine_core", make_engine_core),
         (make_connectors, "DevicePool", PretendedPool),
         (make_connectors, "device_digests", lambda *_: digest_on_device),
@@ -73,6 +72,7 @@ def _late_steps_over_a_device() -> None:
         (nixl_peer, "pool_region", region_on_host),
     ]
     for owner, name, replacement in replacements:
+        assert hasattr(owner, name), f"{owner.__name__} has no {name} any more"
         setattr(owner, name, replacement)
 
 
