@@ -92,10 +92,11 @@ class Load:
         num_clients: int = NUM_CLIENTS,
         sessions: bool = True,
         models: Sequence[str] = ("",),
+        without: Sequence[str] = (),
     ) -> None:
-        """models: adapters, and "" for the base model, that the requests name in turn."""
+        """models: adapters, and "" for the base model, that the requests name in turn. without: requests that are not made."""
         self._client = client
-        self._names = [*REQUESTS, *(SESSIONS if sessions else ())]
+        self._names = [name for name in (*REQUESTS, *(SESSIONS if sessions else ())) if name not in without]
         self._models = {name: models[place % len(models)] for place, name in enumerate(self._names)}
         self._num_clients = num_clients
         self._draw = random.Random(seed)
@@ -179,7 +180,8 @@ class Load:
             asked = self.under_way[number] = Asked(disturbed=self._disturbances > 0)
             try:
                 async with asyncio.timeout(patience_s):
-                    assert await self._ask(name, salt) == self.expected[name], name
+                    answer = await self._ask(name, salt)
+                    assert answer == self.expected[name], f"{name}: {answer}, not {self.expected[name]}"
                 self.num_answers += 1
                 self.num_sessions += name in SESSIONS
             except TimeoutError:

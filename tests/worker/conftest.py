@@ -214,8 +214,8 @@ class Pair:
     def __init__(self, p: Node, d: Node) -> None:
         self.p, self.d = p, d
 
-    def ask(self, prompt: list[int], max_tokens: int = 4, **params: Any) -> Asked:
-        request = self._request(prompt, max_tokens, **params)
+    def ask(self, prompt: list[int], max_tokens: int = 4, index: int = 0, **params: Any) -> Asked:
+        request = _replace(self._request(prompt, max_tokens, **params), index=index)
         request_id = request.request_id
         digest = HASHER.request_digest(ROOT, request.block_hashes, prompt)
         transfer_id = secrets.token_bytes(16)

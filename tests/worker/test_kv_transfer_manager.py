@@ -67,8 +67,9 @@ async def test_a_prefill_that_ended_before_it_was_wanted_is_done_again_from_cach
     assert answers[1] == greedy_answer(PROMPTS[-2], 4)[1:]
 
 
+@pytest.mark.parametrize("index", [0, 2])
 async def test_a_prefill_that_is_done_again_ends_with_the_token_of_the_first(
-    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
     """Without its grammar the second might sample another, and the last entry of a draft head's cache would belong to that one."""
     pair = await make_pair(p={"num_blocks": 32}, d={"num_blocks": 32})
@@ -84,7 +85,7 @@ async def test_a_prefill_that_is_done_again_ends_with_the_token_of_the_first(
     wanted = threading.Event()
     pair.d.model.before_step = lambda: wanted.wait(HANG_S)
     blocker = pair.ask(PROMPTS[-1], max_tokens=28)
-    late = pair.ask(PROMPTS[-2], max_tokens=4)
+    late = pair.ask(PROMPTS[-2], max_tokens=4, index=index)
     first = await asyncio.wait_for(late.prefill.get(), HANG_S)
     assert first.transfer_unwanted
     for number in (57, 58, 59):  # take every block of the pool

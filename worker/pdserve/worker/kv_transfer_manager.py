@@ -282,8 +282,8 @@ class KvTransferManager:
             source.rerun_id = f"{first.request_id}+"
             self._reruns[source.rerun_id] = source
             params = msgspec.structs.replace(first.sampling_params, prompt_logprobs=None, structured_outputs=None)
-            if first.n == 1 and source.first_tokens:
-                params = msgspec.structs.replace(params, allowed_token_ids=(source.first_tokens[0],))
+            if first.n == 1:
+                params = msgspec.structs.replace(params, allowed_token_ids=tuple(source.first_tokens.values()) or None)
             request = msgspec.structs.replace(
                 first,
                 request_id=source.rerun_id,
