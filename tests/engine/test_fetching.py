@@ -275,7 +275,8 @@ def test_a_prefill_worker_fetches_and_sends(make_engine: MakeEngine) -> None:
 
 
 def test_what_cannot_be_fetched_is_refused_by_name(make_engine: MakeEngine) -> None:
-    for fields in ({"remote_prefill": True}, {"resumable": True}):
+    refused: list[dict[str, Any]] = [{"remote_prefill": True}, {"resumable": True}]
+    for fields in refused:
         with pytest.raises(InvalidRequest, match="block_source"):
             make_engine().request(prompt_of(9), block_source=SOURCE, **fields)
     with pytest.raises(InvalidRequest, match="block_source"):

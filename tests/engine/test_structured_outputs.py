@@ -567,7 +567,12 @@ def test_i4_an_answer_resumed_at_any_position_goes_on_in_its_schema(make: Make, 
     assert is_city(text_of(tokenizer, whole))
     for cut in range(len(whole.token_ids)):
         # each with a salt of its own: nothing of it is in a cache
-        fields = {"eos": (EOS,), "params": params, "output": whole.token_ids[:cut], "salt": f"{cut}"}
+        fields: dict[str, Any] = {
+            "eos": (EOS,),
+            "params": params,
+            "output": whole.token_ids[:cut],
+            "salt": f"{cut}",
+        }
         answer = alone.ask(PROMPT, **fields)
         assert (answer.first_position, answer.token_ids) == (cut, whole.token_ids[cut:])
         assert answer.finish_reason is FinishReason.STOP

@@ -104,7 +104,7 @@ class Pair:
         of_d = fields if embeds is None else fields | {"prompt_embeds": embeds.without_data()}
         if "mm_features" in fields:
             of_d = of_d | {"mm_features": without_pixels(fields["mm_features"])}
-        head = {"without_draft_head": self.p.has_draft_head != self.d.has_draft_head}
+        head: dict[str, Any] = {"without_draft_head": self.p.has_draft_head != self.d.has_draft_head}
         self.d.add(prompt, attempt, remote_prefill=True, **of_d, **head)
         source = SOURCE if fetches else None
         self._submit("p", self.p.request(prompt, attempt, transfer_source=True, block_source=source, **fields, **head))
