@@ -294,7 +294,8 @@ class WaitingQueues:
         if request.num_offered_blocks > len(computed) + len(in_host):
             computed = self._kv.get_blocks_to_keep(request, num_known)
             in_host = self._loads.find(request, computed, num_known)
-        is_fetched = request.num_offered_blocks > len(computed) + len(in_host)  # pool and tier may have all of it together
+        # pool and tier may have all of it together
+        is_fetched = request.num_offered_blocks > len(computed) + len(in_host)
         return Cached(computed, len(computed) * block_size, in_host, num_known, is_fetched)
 
     def _is_coming(self, request: Request, cached: Cached) -> bool:
