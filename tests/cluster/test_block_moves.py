@@ -14,7 +14,7 @@ from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.oracle import Oracle
 from tests.support.processes.cluster_processes import Cluster, running_cluster
 from tests.support.processes.inference_client import InferenceClient
-from tests.support.run.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -57,14 +57,10 @@ def placements(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 async def reported(cluster: Cluster, num_blocks: int) -> None:
-    """Wait until the router knows that a decode worker has so many blocks of the last prompt and its answer."""
-    url = f"http://{cluster.router.http}/metrics"
-
-    async def known() -> bool:
-        return num_blocks <= 0 or (await asyncio.to_thread(httpx.get, url, trust_env=False)).status_code == 200
-
-    assert await known()
-    await asyncio.sleep(0.3)  # reports come every 20 ms
+    """Wait until the router knows of so many different blocks."""
+    async with asyncio.timeout(HANG_S):
+        while await asyncio.to_thread(cluster.metric, cluster.router, "pdserve_indexed_blocks") < num_blocks:
+            await asyncio.sleep(0.02)
 
 
 async def test_i1_a_turn_computes_only_what_no_worker_has(served: tuple[Cluster, Oracle]) -> None:
@@ -83,6 +79,7 @@ async def test_i1_a_turn_computes_only_what_no_worker_has(served: tuple[Cluster,
             text = [*text, *answer.token_ids, *prompt_of(9, seed=turn + 2)]
             known = (len(text) - 9 - 1) // BLOCK * BLOCK  # the last token of an answer is never computed
             await reported(cluster, known // BLOCK)
+            await asyncio.sleep(0.1)  # of the decode worker, too
 
 
 async def test_i4_a_source_that_dies_costs_a_computation(served: tuple[Cluster, Oracle]) -> None:
@@ -91,7 +88,7 @@ async def test_i4_a_source_that_dies_costs_a_computation(served: tuple[Cluster, 
     async with InferenceClient(cluster.router.address) as router:
         for prompt in prompts:
             await router.ask(prompt, max_tokens=4)
-        await reported(cluster, 1)
+        await asyncio.sleep(0.3)  # workers report every 20 ms
         for name in ("decode-0", "decode-1"):
             asked = [asyncio.create_task(router.ask([*prompt, 7, 8], max_tokens=12)) for prompt in prompts]
             await asyncio.sleep(0.02)
@@ -100,5 +97,4 @@ async def test_i4_a_source_that_dies_costs_a_computation(served: tuple[Cluster, 
                 oracle.check([*prompt, 7, 8], (await task).token_ids)
             cluster.services[name].process.wait(HANG_S)
             cluster.restart(name)
-            await eventually(lambda name=name: name in str(placements(cluster)) or True)
-            await asyncio.sleep(1)
+            await asyncio.sleep(1)  # the router finds it again

@@ -272,7 +272,8 @@ MakePair = Callable[..., Awaitable[Pair]]
 async def make_pair() -> AsyncIterator[MakePair]:
     """`await make_pair("local" | "tcp" | "both", p={...}, d={...})`: both pools are checked, and idle, after the test.
 
-    local_stall_s: how long the receiver's `local` waits for bytes. Every other limit of a transfer is that of a hang.
+    local_stall_s: how long the receiver's `local` waits for bytes. grace_s: of both sides' leases. All other limits of a transfer
+    are those of a hang.
     """
     made: list[Pair] = []
 
@@ -281,6 +282,7 @@ async def make_pair() -> AsyncIterator[MakePair]:
         p: dict[str, Any] | None = None,
         d: dict[str, Any] | None = None,
         local_stall_s: float = HANG_S,
+        grace_s: float = HANG_S,
     ) -> Pair:
         network = LocalNetwork()
 
@@ -292,7 +294,10 @@ async def make_pair() -> AsyncIterator[MakePair]:
             by_kind: dict[str, list[Any]] = {"local": [local], "tcp": [tcp], "both": [local, tcp]}
             return by_kind[kind]
 
-        pair = Pair(Node("prefill-1", *connectors(), **(p or {})), Node("decode-1", *connectors(), **(d or {})))
+        pair = Pair(
+            Node("prefill-1", *connectors(), **({"grace_s": grace_s} | (p or {}))),
+            Node("decode-1", *connectors(), **({"grace_s": grace_s} | (d or {}))),
+        )
         made.append(pair)
         await pair.p.start()
         await pair.d.start()

@@ -117,6 +117,15 @@ class SourceOwner:
     """`SourceEvents`."""
 
     heard: Heard = field(default_factory=list)
+    num_cached: int = 0
+    """What `look_up` finds."""
+
+    async def look_up(self, request_id: str, block_hashes: tuple[bytes, ...]) -> int:
+        self.heard.append(("look_up", len(block_hashes)))
+        return min(self.num_cached, len(block_hashes))
+
+    def began(self, transfer: SourceTransfer) -> None:
+        self.heard.append(("began",))
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
         self.heard.append(("wanted", first_index))
@@ -150,6 +159,9 @@ class ReceiverOwner:
     """`ReceiverEvents`."""
 
     heard: Heard = field(default_factory=list)
+
+    def offered(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        self.heard.append(("offered", num_blocks))
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
         self.heard.append(("landed", num_blocks))

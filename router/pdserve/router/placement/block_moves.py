@@ -35,8 +35,7 @@ _KEPT = 0.9
 """Weight of old errors with each new move."""
 _FIRST_SPREAD = 0.5
 
-MoveOutcome = Literal["faster", "slower", "failed"]
-MOVE_OUTCOMES: tuple[MoveOutcome, ...] = ("faster", "slower", "failed")
+MOVE_OUTCOMES = ("faster", "slower", "failed")
 """Of moves: it took less time than the estimate for computing; more; or the blocks were computed after all."""
 
 
@@ -49,7 +48,8 @@ class BlockMoves:
         self._bandwidth = bandwidth
         self._error = 1.0
         self._spread = _FIRST_SPREAD
-        self.num_ended: Counter[MoveOutcome] = Counter()
+        self.num_ended: Counter[str] = Counter()
+        """Moves by `MOVE_OUTCOMES`."""
 
     def with_moves(self, candidates: Sequence[Candidate], sources: Iterable[Candidate]) -> list[Candidate]:
         """The candidates with the move that each would make. sources: workers of both roles to which nothing has happened."""
