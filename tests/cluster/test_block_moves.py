@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.oracle import Oracle
-from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.cluster_processes import Cluster, pd_cluster, running_cluster
 from tests.support.processes.inference_client import InferenceClient
-from tests.support.run.waiting import HANG_S
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 
@@ -58,9 +58,7 @@ def placements(cluster: Cluster) -> list[dict[str, Any]]:
 
 async def reported(cluster: Cluster, num_blocks: int) -> None:
     """Wait until the router knows of so many different blocks."""
-    async with asyncio.timeout(HANG_S):
-        while await asyncio.to_thread(cluster.metric, cluster.router, "pdserve_indexed_blocks") < num_blocks:
-            await asyncio.sleep(0.02)
+    await eventually(lambda: cluster.metric(cluster.router, "pdserve_indexed_blocks") >= num_blocks)
 
 
 async def test_i1_a_turn_computes_only_what_no_worker_has(served: tuple[Cluster, Oracle]) -> None:
@@ -98,3 +96,43 @@ async def test_i4_a_source_that_dies_costs_a_computation(served: tuple[Cluster, 
             cluster.services[name].process.wait(HANG_S)
             cluster.restart(name)
             await asyncio.sleep(1)  # the router finds it again
+
+
+SETTINGS = {
+    "tcp": ("--connector=tcp",),
+    "nixl": ("--connector=nixl",),
+    "engine process": ("--connector=tcp", "--engine-process=true"),
+    "ranks": ("--connector=tcp", "--tensor-parallel-size=2"),
+    "int8": ("--connector=tcp", "--kv-cache-dtype=int8"),
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(name, marks=() if name == "engine process" else pytest.mark.slow) for name in SETTINGS]
+)
+async def test_i1_prefill_reads_the_last_answer_from_decode(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path, settings: str
+) -> None:
+    if settings == "nixl":
+        pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
+    model = tiny_checkpoints("llama")
+    oracle = Oracle(model)
+    flags = ("--dtype=float32", "--num-blocks=256", *SETTINGS[settings])
+    router_flags = ("--local-prefill=never", "--block-moves=always")
+    text = prompt_of(70, seed=1)
+    with pd_cluster(tmp_path, model, both=flags, router=router_flags) as cluster:
+        async with InferenceClient(cluster.router.address) as router:
+            for turn in range(3):
+                answer = await router.ask(text, max_tokens=20)
+                if settings != "int8":
+                    oracle.check(text, answer.token_ids)
+                if turn:
+                    assert placements(cluster)[0]["move"]["source"] == "decode"
+                    assert "blocks_landed" in answer.moments
+                    assert answer.cached_tokens >= len(text) - 40
+                text = [*text, *answer.token_ids, *prompt_of(9, seed=turn + 2)]
+                await asyncio.sleep(0.3)  # workers report every 20 ms
+        prefill = cluster.services["prefill"]
+        assert cluster.metric(prefill, "pdserve_peer_prefix_hit_tokens_total") > 0
+        cluster.check_pools()
+        cluster.check_logs()

@@ -10,8 +10,8 @@ import pytest
 from pdserve.common import timeline as moments
 from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.placement.block_moves import FIRST_S, BlockMoves
-from pdserve.router.placement.placement import LEAST_MOVE_LIMIT_S, Candidate, PlacementRules, choose, place
+from pdserve.router.placement.block_moves import ALWAYS_LIMIT_S, FIRST_S, LEAST_LIMIT_S, BlockMoves
+from pdserve.router.placement.placement import Candidate, PlacementRules, choose, place
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import LAYOUT
@@ -108,7 +108,10 @@ def test_estimates_are_those_of_the_formula() -> None:
     assert move.base_s == pytest.approx(base_s)
     assert move.move_s == pytest.approx(1.5 * base_s)
     assert move.compute_s == pytest.approx(100 * SIZE / SLOW)
-    assert move.limit_s == pytest.approx(max(LEAST_MOVE_LIMIT_S, 3 * base_s))
+    assert move.limit_s == pytest.approx(max(LEAST_LIMIT_S, 3 * base_s))
+    [insists] = moves("always").with_moves([prefill("p1", 10)], [decode("d1", 110)])
+    assert insists.move is not None
+    assert insists.move.limit_s == ALWAYS_LIMIT_S
     uncached = LONG - 110 * SIZE + int(move.move_s * SLOW)
     assert reader.uncached_tokens == uncached
 

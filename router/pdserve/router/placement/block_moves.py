@@ -8,7 +8,7 @@ conversation's last turn, or a prefill worker that has computed the same beginni
 
 The error is the recent mean of what moves took over the first factor, the spread their mean distance from it, so moves have to win
 by more where they are less regular. A worker's rate is the last one that it has reported; without any, nothing is moved. What has
-not come after twice the estimate is computed.
+not come after twice the estimate is computed; with `block_moves` `always` after 10 s.
 
 Each candidate is placed with the move that it would make: moved blocks count as the tokens that it could compute in that time. So a
 prefix that a busy worker has costs an idle one little.
@@ -31,6 +31,9 @@ from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
 
 FIRST_S = 0.005
 """Seconds of a move's messages, before the first measurement."""
+LEAST_LIMIT_S = 0.02
+ALWAYS_LIMIT_S = 10.0
+"""With `block_moves` `always`, by which a move is not chosen by its estimate."""
 _KEPT = 0.9
 """Weight of old errors with each new move."""
 _FIRST_SPREAD = 0.5
@@ -64,12 +67,14 @@ class BlockMoves:
         have, rate = reader.overlap_blocks, reader.worker.prefill_tokens_per_s
         num_bytes = _moved_bytes(reader.worker.identity.layout, have, have + num_blocks)
         base_s = FIRST_S + num_bytes / self._bandwidth.bytes_per_s
+        move_s = base_s * (self._error + self._spread)
         move = BlockMove(
             source=source.worker,
             num_blocks=num_blocks,
             base_s=base_s,
-            move_s=base_s * (self._error + self._spread),
+            move_s=move_s,
             compute_s=num_blocks * reader.block_size / rate if rate else None,
+            limit_s=ALWAYS_LIMIT_S if self._setting == "always" else max(LEAST_LIMIT_S, 2 * move_s),
         )
         return msgspec.structs.replace(reader, move=move) if move.pays or self._setting == "always" else reader
 

@@ -54,7 +54,6 @@ HELD_WEIGHT = 0.25
 UNCACHED_WEIGHT = 2.0
 LORA_LOAD_BLOCKS = 64
 """Cost of an adapter's way into a slot of a worker, where another one may lose its own."""
-LEAST_MOVE_LIMIT_S = 0.02
 _DECODE_GROWTH_BLOCKS = 1
 """Expected load that a request adds at decode before the next report."""
 
@@ -82,16 +81,13 @@ class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
     move_s: float
     compute_s: float | None
     """None if the reader's rate is unknown."""
+    limit_s: float
+    """Seconds after which the reader computes what has not come."""
 
     @property
     def pays(self) -> bool:
         """True if it is expected to take less time than computing the blocks."""
         return self.compute_s is not None and self.move_s < self.compute_s
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds after which the reader computes what has not come."""
-        return max(LEAST_MOVE_LIMIT_S, 2 * self.move_s)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
