@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
+from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
@@ -86,7 +87,7 @@ REQUEST: dict[str, Any] = {
     "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
     "num_kept_output_tokens": 5, "lora_name": "sql", "lora_fingerprint": "0" * 32, "speculative_tokens": 3,
     "prompt_embeds": PromptEmbeds.of(1, 2, "float32", b"12345678"),
-    "encoder_prompt": EncoderPrompt(2, 16),
+    "encoder_prompt": EncoderPrompt(2, 16), "block_source": BlockSource("w", 2**63, "127.0.0.1:1", 0.5),
     "mm_features": [MultiModalFeatureSpec(identifier="i", mm_position=PlaceholderRange(offset=1, length=2), grid_thw=(1, 2, 4))],
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {

@@ -320,7 +320,7 @@ def test_an_engine_without_transfers_refuses_the_request_alone(make_engine: Make
     good = engine.add(PROMPT)
     plain = engine.request(PROMPT, "bad")
     bad = msgspec.structs.replace(plain, **{field: True})
-    with pytest.raises(InvalidRequest, match=f"{field} is true, and this engine has no transfers") as caught:
+    with pytest.raises(InvalidRequest, match=f"{field} is given, and this engine has no transfers") as caught:
         engine.core.verify(bad)
     assert caught.value.field == field
     engine.submit(bad)  # by a caller that has not called `verify`

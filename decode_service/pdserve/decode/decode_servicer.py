@@ -25,6 +25,7 @@ import grpc
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.wire.messages import block_source_from_wire
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.decode_session import DecodeSession
 from pdserve.decode.pushed_decode import PushedDecode
@@ -63,7 +64,7 @@ class DecodeServicer:
             without_draft_head=decode.source.without_draft_head,
             prefill_here=decode.prefill_here,
             local_prefill_tokens=decode.local_prefill_tokens if decode.HasField("local_prefill_tokens") else None,
-            block_source=self.sources.block_source(submission),
+            block_source=self.sources.block_source(block_source_from_wire(submission)),
         )
         _verify_samples(request)
         self.engine.verify(request)

@@ -28,7 +28,12 @@ from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.request.wire.messages import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.request.wire.messages import (
+    block_source_from_wire,
+    moments_to_wire,
+    outputs_to_wire,
+    prompt_logprobs_to_wire,
+)
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.kv_transfer.control.transfer_state import SourceState
@@ -75,7 +80,7 @@ class PrefillServicer:
             submission.attempt,
             transfer_source=bool(prefill.transfer_id),
             without_draft_head=prefill.receiver.without_draft_head,
-            block_source=self.sources.block_source(submission),
+            block_source=self.sources.block_source(block_source_from_wire(submission)),
         )
         if request.pooling_params is not None:
             raise InvalidRequest(
@@ -117,7 +122,7 @@ class PrefillServicer:
 
     def begin_embed(self, submission: Submission, call: StepCall) -> None:
         """Raises: as `RequestReader.request` and `EngineClient.verify`."""
-        source = self.sources.block_source(submission)
+        source = self.sources.block_source(block_source_from_wire(submission))
         request = self.reader.request(submission.request, submission.attempt, prefill_here=True, block_source=source)
         if request.pooling_params is None:
             raise InvalidRequest(

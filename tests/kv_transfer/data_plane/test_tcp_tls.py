@@ -337,14 +337,18 @@ ROLE_OF_A_WORKER = "no role spiffe://pdserve.internal/pdserve/prefill or spiffe:
 
 
 @pytest.mark.parametrize("shown", ["router", ""])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(("role", "reader"), [("prefill", "decode"), ("prefill", "prefill"), ("decode", "prefill")])
 def test_i8_only_workers_certificates_read(
-    make_connector: MakeConnector, authority: Authority, caplog: pytest.LogCaptureFixture, role: str, shown: str
+    make_connector: MakeConnector,
+    authority: Authority,
+    caplog: pytest.LogCaptureFixture,
+    role: str,
+    reader: str,
+    shown: str,
 ) -> None:
     source = make_connector(role_identity(authority, role))
     transfer = Transfer(source, make_pool(seed=SOURCE_SEED), range(NUM_BLOCKS))
-    assert still_serves(source, transfer, role_identity(authority, "decode"))
-    assert still_serves(source, transfer, role_identity(authority, "prefill"))
+    assert still_serves(source, transfer, role_identity(authority, reader))
     assert not still_serves(source, transfer, role_identity(authority, "decode", shown))
     assert ROLE_OF_A_WORKER in caplog.text
     assert source.source_counters["failed_handshakes"] >= 1

@@ -8,7 +8,6 @@ from pdserve.common.address.peer_address import verify_peer_address, verify_work
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.block_source import BlockSource
 from pdserve.common.security.deployment_key import is_loopback
-from pdserve.v1.step_stream_pb2 import Submission
 
 MAX_LIMIT_S = 600.0
 
@@ -29,15 +28,14 @@ class SourceReader:
                 f"{field}.address {address!r} cannot be reached from a worker on loopback", f"{field}.address"
             )
 
-    def block_source(self, submission: Submission) -> BlockSource | None:
-        """Raises: InvalidRequest."""
-        if not submission.HasField("block_source"):
+    def block_source(self, given: BlockSource | None) -> BlockSource | None:
+        """What a submission says, if it may be so. Raises: InvalidRequest."""
+        if given is None:
             return None
-        given = submission.block_source
         self.verify("block_source", given.worker_id, given.address)
         if not 0 < given.limit_s <= MAX_LIMIT_S:
             raise InvalidRequest(
                 f"block_source.limit_s is {given.limit_s}, it must be above 0 and at most {MAX_LIMIT_S:.0f}",
                 "block_source.limit_s",
             )
-        return BlockSource(given.worker_id, given.epoch, given.address, given.limit_s)
+        return given

@@ -8,9 +8,10 @@ import msgspec
 
 from pdserve.common.errors import PeerError
 from pdserve.common.kv_layout import BlockShape, KvLayout
+from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.timeline import to_unix_ns
-from pdserve.v1 import kv_source_pb2, request_pb2
+from pdserve.v1 import kv_source_pb2, request_pb2, step_stream_pb2
 
 _FINISH_TO_WIRE = {reason: request_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
@@ -28,6 +29,14 @@ def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
     fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
     groups = {name: tuple(getattr(message, name)) for name in ("group_shapes", "group_windows", "group_chunks")}
     return KvLayout(**fields | groups | {"shapes": shapes})
+
+
+def block_source_from_wire(submission: step_stream_pb2.Submission) -> BlockSource | None:
+    """None if a submission names none."""
+    if not submission.HasField("block_source"):
+        return None
+    given = submission.block_source
+    return BlockSource(given.worker_id, given.epoch, given.address, given.limit_s)
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> request_pb2.FinishReason.ValueType:
