@@ -205,7 +205,7 @@ def test_who_only_looks_up_pins_nothing_and_leaves_nothing(make_engine: MakeEngi
     assert source.scheduler.pool.num_in_use == 0
     source.core.apply(Revoke("f"))
     tracker: KvSendTracker = source.scheduler.sources
-    assert not tracker._found
+    assert not tracker._resting
     source.core.apply(Want("f", 0))
     assert not source.outbox.take()
     receiver.core.abort_request("r")

@@ -59,6 +59,8 @@ class TransferOrder:
         """(group, place) of the blocks with the numbers `first` to `end` - 1."""
         if end <= first:
             return []
+        if self.firsts == (0,):
+            return [(0, place) for place in range(first, end)]
         begin = self.num_complete(first)
         found = [
             (group, place)

@@ -58,17 +58,11 @@ NO_BLOCKS = KVCacheBlocks(())
 
 @dataclass(frozen=True, slots=True)
 class RestingTable:
-    """Block tables without references, per KV cache group: valid while none of their blocks is handed out again."""
-
-    groups: tuple[RestingBlocks, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CachedRun:
-    """The first full blocks of a sequence, as far as the prefix cache has what the next token sees."""
+    """Block tables without references: a block is valid while it is not handed out again."""
 
     order: TransferOrder
-    table: RestingTable
+    """Numbers of the blocks in a transfer."""
+    groups: tuple[RestingBlocks, ...]
 
 
 class KVCacheManager:
@@ -401,17 +395,17 @@ class KVCacheManager:
         num_tokens = num_blocks * self.block_size
         return TransferOrder.of(self._group_windows, num_tokens, self.block_size, self._group_chunks)
 
-    def find_run(self, block_hashes: Sequence[bytes]) -> CachedRun:
-        """What the prefix cache has of a sequence whose full blocks have these hashes. Takes no reference."""
+    def find_resting(self, block_hashes: Sequence[bytes]) -> RestingTable:
+        """The longest run of a sequence's full blocks that the prefix cache has, as far as the next token sees them."""
         found = self.coordinator.find_longest_cache_hit(block_hashes)
-        table = RestingTable(tuple((blocks, tuple(block.life for block in blocks)) for blocks in found))
-        return CachedRun(self.order_of_blocks(min(map(len, found))), table)
+        groups = tuple((blocks, tuple(block.life for block in blocks)) for blocks in found)
+        return RestingTable(self.order_of_blocks(min(map(len, found))), groups)
 
-    def hold_run(self, run: CachedRun, first_index: int) -> PinnedBlocks | None:
-        """A hold on the blocks of a run from this number on; None if one of them has been reused since it was found."""
+    def hold_resting(self, table: RestingTable, first_index: int) -> PinnedBlocks | None:
+        """A hold on the blocks of a resting table from this number on; None if one of them has been reused since."""
         blocks = []
-        for group, place in run.order.blocks(first_index, len(run.order)):
-            of_group, lives = run.table.groups[group]
+        for group, place in table.order.blocks(first_index, len(table.order)):
+            of_group, lives = table.groups[group]
             if of_group[place] is NULL_BLOCK or of_group[place].life != lives[place]:
                 return None
             blocks.append(of_group[place])
@@ -425,13 +419,6 @@ class KVCacheManager:
     def lacks_draft_entries(self, request: Request) -> bool:
         """True if the draft head's blocks of a sequence's given tokens have not come with the others."""
         return request.request_id in self._without_drafts
-
-    def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
-        """A hold on blocks with these numbers in a transfer; without windows in one group, on `table[first_index : end_index]`."""
-        if self._group_windows == (0,):
-            [manager] = self.coordinator.managers
-            return self.pool.hold(manager.tables[request.request_id][first_index:end_index])
-        return self.hold_places(request, self.transfer_order(request).blocks(first_index, end_index))
 
     def hold_places(self, request: Request, places: Sequence[tuple[int, int]]) -> PinnedBlocks:
         """A hold on blocks of a sequence. places: (group, index in its table)."""
@@ -463,16 +450,7 @@ class KVCacheManager:
     def rest(self, request: Request) -> RestingTable:
         """Release the sequence's references, and keep its block tables in case `Want` still arrives."""
         del self._num_remembered[request.request_id]
-        return RestingTable(tuple(self.coordinator.rest(request)))
-
-    def revive(self, request: Request, table: RestingTable) -> bool:
-        """Reclaim resting block tables; False, with nothing changed, if one of their blocks has been reused."""
-        resting = [each for blocks, lives in table.groups for each in zip(blocks, lives, strict=True)]
-        if any(block.life != life for block, life in resting):
-            return False
-        self.coordinator.touch_computed(request, [blocks for blocks, _ in table.groups])
-        self._num_remembered[request.request_id] = request.num_computed_tokens // self.block_size
-        return True
+        return RestingTable(self.transfer_order(request), tuple(self.coordinator.rest(request)))
 
     def references(self) -> dict[int, int]:
         """Block id -> references by block tables and by pending copies; for the pool check."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
-from pdserve.engine.kv_cache.block_pool import PinTracker
-from pdserve.engine.kv_cache.kv_cache_manager import CachedRun, KVCacheManager, RestingTable
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager, RestingTable
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import (
     Found,
@@ -134,60 +134,49 @@ class TransferEvents:
 
 
 class KvSendTracker:
-    """Publishes final blocks of wanted sequences, each once; no block is published before `Want`. Those that another worker looks
-    up in the prefix cache are all final.
+    """Publishes final blocks of wanted sequences, each once; no block is published before `Want`.
 
     A prefill that ends before `Want` *rests*: its blocks are released, so they are cached and later reused. `Want` usually follows
-    soon, so the block table is kept without references: if no block has been reused when it arrives, all blocks are published
-    without computing again; otherwise `Missed` is sent.
+    soon, so the block table is kept without references: if no block that is wanted has been reused when it arrives, all of them are
+    published without computing again; otherwise `Missed` is sent. What another worker looks up in the prefix cache rests as well.
     """
 
     def __init__(self, kv: KVCacheManager, holds: PinTracker, connector: KvOutbox) -> None:
         self._kv = kv
         self._holds = holds
         self._connector = connector
-        self._resting: dict[str, tuple[Request, RestingTable]] = {}
-        self._found: dict[str, CachedRun] = {}
-        """Transfer -> what `lookup` has found, until it is wanted."""
+        self._resting: dict[str, RestingTable] = {}
         self.device_event: DeviceEvent | None = None
         """On a GPU, the event of the last step; every final block was written before it."""
 
     def rest(self, request: Request) -> None:
         """Release the blocks of a sequence that ended before `Want`, but keep its table. `forget` follows when its transfer
         ends."""
-        self._resting[request.request_id] = (request, self._kv.rest(request))
+        self._resting[request.request_id] = self._kv.rest(request)
 
     def lookup(self, event: Lookup) -> None:
-        """Look up blocks for another worker, and keep where they are without references: who never asks for them pins nothing."""
-        run = self._kv.find_run(event.block_hashes)
-        if run.order.num_places:
-            self._found[event.request_id] = run
-        self._connector.send(Found(event.request_id, run.order.num_places))
+        """Look up blocks for another worker, and keep where they are: who never asks for them pins nothing."""
+        table = self._kv.find_resting(event.block_hashes)
+        if table.order.num_places:
+            self._resting[event.request_id] = table
+        self._connector.send(Found(event.request_id, table.order.num_places))
 
     def forget(self, request_id: str) -> bool:
-        """Drop the table of a sequence whose transfer has ended; False if it is not resting."""
-        return (self._resting.pop(request_id, None) or self._found.pop(request_id, None)) is not None
+        """Drop the table of a transfer that has ended; False if it has none that rests."""
+        return self._resting.pop(request_id, None) is not None
 
     def want_ended(self, request_id: str, first_index: int) -> bool:
-        """Handle `Want` for an ended sequence: publish it if its blocks are unchanged, else send `Missed`.
+        """Handle `Want` for a resting table: publish what is wanted if it is unchanged, else send `Missed`.
 
-        False if it is not resting: it was published before, or its transfer has ended.
+        False if there is none: it was published before, or its transfer has ended.
         """
-        if (run := self._found.pop(request_id, None)) is not None:
-            hold = self._kv.hold_run(run, first_index)
-            if hold is None:
-                self._connector.send(Missed(request_id))
-            else:
-                self._connector.send(Settled(request_id, first_index, self._holds.out(hold), self.device_event))
-            return True
-        if (resting := self._resting.pop(request_id, None)) is None:
+        if (table := self._resting.pop(request_id, None)) is None:
             return False
-        request, table = resting
-        if self._kv.revive(request, table):
-            self.want(request, first_index)
-            self._kv.free(request)
-        else:
+        hold = self._kv.hold_resting(table, first_index)
+        if hold is None:
             self._connector.send(Missed(request_id))
+        elif len(hold):
+            self._settle(request_id, first_index, hold)
         return True
 
     def want(self, request: Request, first_index: int) -> None:
@@ -203,11 +192,11 @@ class KvSendTracker:
         final = computed // self._kv.block_size
         if computed == request.num_given_tokens:
             final = -(-computed // self._kv.block_size)
-        first, end = (
-            max(request.num_settled_blocks, request.wanted_from),
-            self._kv.transfer_order(request).number(final),
-        )
+        order = self._kv.transfer_order(request)
+        first, end = max(request.num_settled_blocks, request.wanted_from), order.number(final)
         if end > first:
             request.num_settled_blocks = end
-            hold = self._holds.out(self._kv.hold(request, first, end))
-            self._connector.send(Settled(request.request_id, first, hold, self.device_event))
+            self._settle(request.request_id, first, self._kv.hold_places(request, order.blocks(first, end)))
+
+    def _settle(self, request_id: str, first_index: int, hold: PinnedBlocks) -> None:
+        self._connector.send(Settled(request_id, first_index, self._holds.out(hold), self.device_event))

@@ -51,22 +51,32 @@ class Receive:
 
     request: Request
     order: TransferOrder
-    first_index: int
-    """Blocks of lower numbers were in the prefix cache here, are loaded from the host-memory tier, or are outside the window."""
+    num_places: int
+    """Places from the first whose blocks were in the prefix cache here, are loaded from the host-memory tier, or are outside the
+    window."""
+    num_tokens: int
+    """Tokens whose blocks are here when all have landed."""
     num_blocks: int
     """Blocks to receive, the partial last one included."""
     held: set[int]
     """Block ids the transfer may still write."""
-    num_tokens: int
-    """Tokens whose blocks are here when all have landed."""
-    num_sent_tokens: int
-    """What the source says that it has sent."""
-    num_here: int = 0
-    """Of a fetch: tokens whose blocks were here before."""
-    first_hash: bytes = b""
-    """Of a fetch's first block."""
     num_landed: int = 0
     finished: SourceFinished | None = field(default=None)
+
+    @property
+    def first_index(self) -> int:
+        """Number of the first block to receive."""
+        return self.order.number(self.num_places)
+
+    @property
+    def is_fetch(self) -> bool:
+        """True if only a part of the prompt comes."""
+        return not self.request.core.remote_prefill
+
+    @property
+    def first_hash(self) -> bytes:
+        """Of a fetch: of its first block."""
+        return self.request.block_hashes[self.num_places]
 
     @property
     def is_complete(self) -> bool:
@@ -161,47 +171,30 @@ class RemoteKvQueue:
             request.num_cached_tokens = num_places * self._config.block_size if in_host else num_in_pool
             self._kv.expect_received(request)
             order = self._kv.transfer_order(request)
-            num_tokens, num_sent_tokens = request.num_given_tokens, request.core.num_sent_tokens
-            self._receive(request, order, num_places, num_tokens=num_tokens, num_sent_tokens=num_sent_tokens)
+            self._receive(request, order, num_places, request.num_given_tokens)
             growth, has_others = added(growth, own_growth), True
 
-    def _receive(
-        self,
-        request: Request,
-        order: TransferOrder,
-        num_places: int,
-        *,
-        num_tokens: int,
-        num_sent_tokens: int,
-        first_hash: bytes = b"",
-    ) -> None:
-        """Receive the blocks after the first `num_places` places into the sequence's tables. Further arguments: of `Receive`."""
+    def _receive(self, request: Request, order: TransferOrder, num_places: int, num_tokens: int) -> Receive:
+        """Receive the blocks after the first `num_places` places into the sequence's tables."""
         request.mark("kv_reserved")
         first = order.number(num_places)
         hold = self._holds.out(self._kv.hold_places(request, order.blocks(first, len(order))))
-        self._receiving[request.request_id] = Receive(
-            request,
-            order,
-            first,
-            len(hold),
-            set(hold.block_ids),
-            num_tokens,
-            num_sent_tokens,
-            num_here=num_places * self._config.block_size,
-            first_hash=first_hash,
-        )
+        receive = Receive(request, order, num_places, num_tokens, len(hold), set(hold.block_ids))
+        self._receiving[request.request_id] = receive
         self.num_parked += request.num_sequences
         self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
+        return receive
 
     def fetch(self, request: Request, num_places: int) -> None:
         """Receive what the sequence's source has offered after its first `num_places` places. Its tables have room for that."""
         order = self._kv.order_of_blocks(request.num_offered_blocks)
-        num_tokens, first_hash = order.num_places * self._config.block_size, request.block_hashes[num_places]
-        self._fetched.add(first_hash)
-        self.num_fetch_tokens += num_tokens - num_places * self._config.block_size
-        self._receive(
-            request, order, num_places, num_tokens=num_tokens, num_sent_tokens=num_tokens, first_hash=first_hash
-        )
+        receive = self._receive(request, order, num_places, order.num_places * self._config.block_size)
+        self._fetched.add(receive.first_hash)
+        self.num_fetch_tokens += self._num_fetched(receive)
+
+    def _num_fetched(self, receive: Receive) -> int:
+        """Tokens of the blocks that a fetch brings."""
+        return receive.num_tokens - receive.num_places * self._config.block_size
 
     def is_fetching(self, block_hash: bytes) -> bool:
         """True if a fetch begins with this block: it is soon in the pool, for all."""
@@ -210,7 +203,7 @@ class RemoteKvQueue:
     @property
     def fetching(self) -> list[Request]:
         """Sequences that receive only a part of their prompt."""
-        return [receive.request for receive in self._receiving.values() if not receive.request.core.remote_prefill]
+        return [receive.request for receive in self._receiving.values() if receive.is_fetch]
 
     def _growth(self, request: Request, num_given: int | None = None) -> BlockCounts:
         """Blocks that a sequence and those forked from it may take soon. num_given: as of `KVCacheManager.growth`."""
@@ -271,11 +264,13 @@ class RemoteKvQueue:
         if receive is None:
             return None
         request = receive.request
-        num_sampled = request.num_sequences if request.core.remote_prefill else 0
-        if event.num_tokens != receive.num_sent_tokens or len(event.token_ids) != num_sampled:
+        num_sent, num_sampled = request.core.num_sent_tokens, request.num_sequences
+        if receive.is_fetch:
+            num_sent, num_sampled = receive.num_tokens, 0
+        if event.num_tokens != num_sent or len(event.token_ids) != num_sampled:
             text = (
                 f"the source computed {event.num_tokens} tokens and sampled {len(event.token_ids)}, "
-                f"{receive.num_sent_tokens} tokens and {num_sampled} sequences were asked for"
+                f"{num_sent} tokens and {num_sampled} sequences were asked for"
             )
             return ReceiveFailed(event.request_id, DigestMismatch(text))
         receive.finished = event
@@ -318,8 +313,8 @@ class RemoteKvQueue:
         self._take(request)
         request.mark("kv_landed")
         request.num_computed_tokens = receive.num_tokens
-        if receive.first_hash:
-            self.num_fetched_tokens += receive.num_tokens - receive.num_here
+        if receive.is_fetch:
+            self.num_fetched_tokens += self._num_fetched(receive)
         self._kv.remember_received(request, receive.order.num_places)
         return request, receive.finished.token_ids
 
@@ -327,5 +322,6 @@ class RemoteKvQueue:
         receive = self._receiving.pop(request.request_id, None)
         if receive is not None:
             self.num_parked -= request.num_sequences
-            self._fetched.discard(receive.first_hash)
+            if receive.is_fetch:
+                self._fetched.discard(receive.first_hash)
         return receive
