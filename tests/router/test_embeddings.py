@@ -341,6 +341,14 @@ async def test_a_mean_is_not_placed_by_what_is_cached(cluster):
     assert overlaps == [4, 0]
 
 
+async def test_decode_workers_are_no_candidates(cluster):
+    await cluster.start(prefill=2, decode=2)
+    await vectors(cluster, input="x" * 64)
+    [placed] = (await cluster.http.get("/debug/routing")).json()["placements"]
+    assert {candidate["role"] for candidate in placed["candidates"]} == {"prefill"}
+    assert not placed["left_out"]
+
+
 async def test_one_trace(cluster):
     with otlp_receiver() as collector:
         await cluster.start(prefill=1, decode=0)

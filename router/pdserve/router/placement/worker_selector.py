@@ -113,7 +113,8 @@ class WorkerSelector:
             sources = [each for each in (*prefill, *decode) if each.worker.key not in blamed]
             prefill, decode = self.moves.with_moves(prefill, sources), self.moves.with_moves(decode, sources)
         if pooling is not None:
-            prefill = [each for each in prefill if _serves(each.worker, pooling)]
+            prefill, decode = [each for each in prefill if _serves(each.worker, pooling)], []
+            candidates = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
         placement = (
             place_prefill(prefill, rules)
             if pooling is not None
