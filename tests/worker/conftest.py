@@ -73,7 +73,8 @@ class NodeTransfers:
     def begin(self, request: EngineCoreRequest, transfer: object) -> None:
         if transfer is not None:
             raise InternalError("a node's transfers are begun by its test")
-        self._node.adapter.fetch(request)
+        if request.block_source is not None:
+            self._node.adapter.fetch(request, request.block_source)
 
     def released(self, request_id: str) -> None:
         pass
@@ -182,6 +183,12 @@ class Node:
                 or len(self.transfers)
             ):
                 await asyncio.sleep(0.005)
+
+
+async def answer_of(stream: RequestStream) -> list[int]:
+    """All tokens of a request that one worker computes."""
+    async with asyncio.timeout(HANG_S):
+        return [token async for output in stream for token in output.new_token_ids]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pdserve.v1 import kv_source_pb2
 from tests.support.engine.hash_model import greedy_answer, stored_block
 from tests.support.run.waiting import HANG_S
 
-from .conftest import BLOCK_SIZE, DIGESTS, HASHER, ROOT
+from .conftest import BLOCK_SIZE, DIGESTS, HASHER, ROOT, answer_of
 
 Event = kv_source_pb2.AttachEvent
 
@@ -65,7 +65,7 @@ def _finished(draw: random.Random, finished: kv_source_pb2.Finished) -> None:
 
 
 def liar(draw: random.Random, lies: Counter[str]) -> Callable[..., AsyncIterator[Event]]:
-    """`AttachServicer.Attach`, of which most streams tell one lie."""
+    """`AttachServicer.Attach` with one lie in most streams."""
     honest = AttachServicer.Attach
 
     async def attach(self: AttachServicer, requests: Any, context: Any) -> AsyncIterator[Event]:
@@ -127,11 +127,11 @@ async def test_i3_i8_i15_lies_of_a_source_reach_no_cache_and_no_answer(
         for place, block_hash in enumerate(HASHER.extend(ROOT, [*prompt, *answer])):
             first = place * BLOCK_SIZE
             contents[block_hash] = stored_block([*prompt, *answer][first : first + BLOCK_SIZE], first)
-        await _answer(pair.ask_alone(source, prompt, max_tokens=2))
+        await answer_of(pair.ask_alone(source, prompt, max_tokens=2))
         if draw.random() < 0.2:
             source.connector.flip_bits(draw.randint(1, 4))
             lies["bits"] += 1
-        assert await _answer(pair.ask_alone(reader, prompt, source, 0.1, max_tokens=2)) == answer, f"request {number}"
+        assert await answer_of(pair.ask_alone(reader, prompt, source, 0.1, max_tokens=2)) == answer, f"request {number}"
         source.connector.flip_bits(0)
         if number % 10 == 0:
             await asyncio.wait_for(reader.idle(), HANG_S)
@@ -141,8 +141,3 @@ async def test_i3_i8_i15_lies_of_a_source_reach_no_cache_and_no_answer(
     assert min(lies.values()) >= num_requests // 50, lies
     assert reader.core.scheduler.receives.num_fetched_tokens > num_requests, "too few honest answers to show anything"
     await pair.idle()
-
-
-async def _answer(stream: Any) -> list[int]:
-    async with asyncio.timeout(HANG_S):
-        return [token async for output in stream for token in output.new_token_ids]

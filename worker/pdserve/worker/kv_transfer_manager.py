@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
+from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
@@ -37,6 +38,7 @@ from pdserve.engine.scheduler.kv_messages import (
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
+from pdserve.kv_transfer.control.attach_servicer import TICK_STALLED_S
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
@@ -347,14 +349,12 @@ class KvTransferManager:
         self.verify_new(request_id)
         return self._open(request_id, source).landed
 
-    def fetch(self, request: EngineCoreRequest) -> None:
-        """Read blocks of a request that is about to be submitted from its `block_source`. What fails costs a computation."""
-        source, request_id = request.block_source, request.request_id
-        num_blocks = (
-            len(request.prompt_token_ids) + len(request.output_token_ids) - 1
-        ) // self._receiving.layout.block_size
+    def fetch(self, request: EngineCoreRequest, source: BlockSource) -> None:
+        """Read blocks of a request that is about to be submitted from its source. What fails costs a computation."""
+        request_id, num_given = request.request_id, len(request.prompt_token_ids) + len(request.output_token_ids)
+        num_blocks = (num_given - 1) // self._receiving.layout.block_size
         try:
-            if source is None or not num_blocks:
+            if not num_blocks:
                 raise TransferFailed("there is nothing to read")
             hashes = request.block_hashes[:num_blocks]
             ref = SourceRef.of_cache(source.worker_id, source.epoch, source.address, hashes)
@@ -426,8 +426,11 @@ class KvTransferManager:
 
     def _forget_if_done(self, receiver: _Receiver) -> None:
         """An ended transfer without blocks out needs no place here; its stream ends with it."""
-        if receiver.transfer.is_cut_short and receiver.stream is not None and not receiver.transfer.source.block_hashes:
-            receiver.stream.cancel()  # one of cached blocks has still to tell the source
+        if receiver.transfer.is_cut_short and receiver.stream is not None:
+            if receiver.transfer.source.block_hashes:
+                self._loop.call_later(TICK_STALLED_S, receiver.stream.cancel)  # its source is told, and may not answer
+            else:
+                receiver.stream.cancel()
         if receiver.transfer.has_ended and receiver.hold is None:
             if self._receivers.pop(receiver.transfer.request_id, None) is not None:
                 self._log.add(receiver_view(receiver.transfer))

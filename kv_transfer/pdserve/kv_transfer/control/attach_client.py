@@ -109,6 +109,8 @@ class _Requests:
 
 async def attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: ServiceChannel) -> None:
     """Run a transfer's control stream until the transfer has ended. A peer's behaviour raises nothing."""
+    if transfer.is_ending:
+        return
     try:
         await _attach(transfer, receiving, channel)
     except Exception:
@@ -175,6 +177,7 @@ async def _one_stream(
     opening = _open(transfer, receiving)
     first = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
     requests.say(first)
+    transfer.opened(requests)
     # a source that has not accepted yet may wait for its prefill call
     is_new = transfer.state is ReceiverState.ATTACHING
     patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S

@@ -119,7 +119,10 @@ class ReceiverTransfer:
         self._falls_back = False
         self._connectors = connectors
         self._events = events
+        self._opened: ControlStream | None = None
+        """The last stream, until it breaks."""
         self._stream: ControlStream | None = None
+        """The same, once the source has accepted."""
         self._first_index = 0
         self._local_blocks: tuple[int, ...] | None = None
         self._reads = GroupReads(connectors, lambda number, places: _AsyncioListener(self, number, places))
@@ -221,6 +224,10 @@ class ReceiverTransfer:
 
     # ---- the control stream
 
+    def opened(self, stream: ControlStream) -> None:
+        """A stream is open, and the source has not answered yet."""
+        self._opened = stream
+
     def attached(
         self, stream: ControlStream, connector: str, groups: Sequence[GroupSource], digest: BlockDigest
     ) -> None:
@@ -269,6 +276,8 @@ class ReceiverTransfer:
         """Handle a broken stream: active reads continue, and a re-attach changes no state."""
         if self._stream is stream:
             self._stream = None
+        if self._opened is stream:
+            self._opened = None
 
     def _want(self) -> None:
         if self._stream is None or self._local_blocks is None:
@@ -394,9 +403,9 @@ class ReceiverTransfer:
         self._ends_as = state
         if self.state is ReceiverState.RECEIVING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.DRAINING)
-        if self._stream is not None:
-            self._leave(self._stream)
-            self._stream = None
+        if (stream := self._stream or self._opened) is not None:
+            self._leave(stream)
+        self._opened = self._stream = None
         self._reads.cancel()
         self._fence_if_quiet()
 

@@ -22,7 +22,7 @@ from pdserve.kv_transfer.heads.head_groups import HeadGroup
 
 TRANSFER_ID_BYTES = 16
 MAX_WAITING = 4096
-"""Limit of attaches that wait for their prefill calls."""
+"""Limit of attaches that wait for their prefill calls, or for what their receiver looks up."""
 MAX_WAITING_PER_PEER = 1024
 MAX_TOMBSTONES = 1 << 16
 """Limit of remembered ids of ended transfers; then the oldest is forgotten. Ids are random, and call proofs prevent replays."""

@@ -197,7 +197,7 @@ class WorkerTransfers:
         elif isinstance(transfer, ExpectedTransfer):
             self._expect(request, transfer)
         if request.block_source is not None:
-            self.manager.fetch(request)
+            self.manager.fetch(request, request.block_source)
 
     def _expect(self, request: EngineCoreRequest, expected: ExpectedTransfer) -> None:
         self.manager.verify_new(request.request_id)
