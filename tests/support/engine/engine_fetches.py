@@ -32,7 +32,7 @@ from pdserve.engine.scheduler.kv_messages import (
     Want,
 )
 from tests.support.engine.engine_harness import Harness
-from tests.support.engine.pool_blocks import RUBBISH, block_at, places_of
+from tests.support.engine.pool_blocks import RUBBISH, block_at, num_without_gap, places_of
 
 SOURCE = BlockSource("other", 1, "127.0.0.1:1", 5.0)
 """Of requests whose blocks a test moves itself."""
@@ -61,10 +61,7 @@ class Fetch:
 
     @property
     def num_landed(self) -> int:
-        count = 0
-        while self.room is not None and self.room.first_index + count in self.landed:
-            count += 1
-        return count
+        return num_without_gap(self.landed, self.room.first_index) if self.room is not None else 0
 
 
 class Fetches:

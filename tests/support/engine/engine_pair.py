@@ -30,7 +30,7 @@ from pdserve.engine.scheduler.kv_messages import (
 )
 from tests.support.engine.engine_fetches import SOURCE, Fetches
 from tests.support.engine.engine_harness import Answer, Harness
-from tests.support.engine.pool_blocks import RUBBISH, block_at, places_of
+from tests.support.engine.pool_blocks import RUBBISH, block_at, num_without_gap, places_of
 
 _AGAIN = "~again"
 
@@ -62,10 +62,7 @@ class Transfer:
 
     @property
     def num_landed(self) -> int:
-        count = 0
-        while self.room is not None and self.room.first_index + count in self.landed:
-            count += 1
-        return count
+        return num_without_gap(self.landed, self.room.first_index) if self.room is not None else 0
 
 
 class Pair:
