@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest, TransferFailed
+from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus, Wait
 from pdserve.engine.scheduler.kv_messages import (
     Found,
     HoldReturned,
+    IntoEngine,
     Landed,
     Lookup,
     Missed,
@@ -281,3 +283,62 @@ def test_what_cannot_be_fetched_is_refused_by_name(make_engine: MakeEngine) -> N
             make_engine().request(prompt_of(9), block_source=SOURCE, **fields)
     with pytest.raises(InvalidRequest, match="block_source"):
         make_engine(has_transfers=False).request(prompt_of(9), block_source=SOURCE)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("num_here", [0, 13])
+def test_a_request_that_only_fetches_ends_when_the_blocks_are_here(
+    make_engine: MakeEngine, window: Window, num_here: int
+) -> None:
+    source, receiver = (make_engine(sliding_window=window) for _ in range(2))
+    prompt = prompt_of(40)
+    source.ask(prompt)
+    if num_here:
+        receiver.ask(prompt[:num_here])
+    before = receiver.model.num_tokens
+    fetch = Fetch(receiver, source, prompt, fetches_only=True)
+    assert fetch.offer() == 9
+    room = fetch.room()
+    fetch.end(room, fetch.move(room), 36)
+    answer = receiver.run()["r"]
+    assert (answer.finish_reason, answer.error_code, answer.num_cached_tokens) == (FinishReason.STOP, "", 36)
+    assert receiver.model.num_tokens == before
+    assert receiver.ask(prompt).token_ids == greedy_answer(prompt, 4, window)
+    assert receiver.model.num_tokens - before == 40 - 36 + 3
+
+
+def test_a_request_that_only_fetches_ends_when_nothing_comes(make_engine: MakeEngine) -> None:
+    failed = ReceiveFailed("r", TransferFailed("refused"))
+    events: tuple[IntoEngine, ...] = (Offered("r", 0), failed, Offered("r", 4))
+    for number, event in enumerate(events):
+        receiver, source = make_engine(), make_engine()
+        if number == 2:
+            receiver.ask(prompt_of(20))
+        before = receiver.model.num_tokens
+        Fetch(receiver, source, prompt_of(20), fetches_only=True)
+        receiver.core.apply(event)
+        answer = receiver.run()["r"]
+        assert (answer.token_ids, answer.finish_reason) == ([], FinishReason.STOP)
+        assert receiver.model.num_tokens == before
+        assert [type(message) for message in receiver.outbox.take()] == [StopReceiving]
+
+
+def test_a_fetch_whose_source_fails_ends_with_its_error(make_engine: MakeEngine) -> None:
+    source, receiver = make_engine(), make_engine()
+    source.ask(prompt_of(40))
+    fetch = Fetch(receiver, source, prompt_of(40), fetches_only=True)
+    fetch.offer()
+    room = fetch.room()
+    settled = fetch.move(room, 3)
+    receiver.core.apply(ReceiveFailed("r", TransferFailed("the source is gone")))
+    receiver.core.apply(HoldReturned("r", room.hold))
+    source.core.apply(HoldReturned("f", settled.hold))
+    assert receiver.run()["r"].error_code == "transfer_failed"
+    before = receiver.model.num_tokens
+    receiver.ask(prompt_of(40))
+    assert receiver.model.num_tokens - before == 40 - 12 + 3, "what has landed is cached"
+
+
+def test_a_fetch_without_a_source_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequest, match="block_source"):
+        make_engine().request(prompt_of(20), fetches_only=True)

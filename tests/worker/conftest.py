@@ -76,6 +76,9 @@ class NodeTransfers:
         if request.block_source is not None:
             self._node.adapter.fetch(request, request.block_source)
 
+    def migrate(self, request_id: str, index: int, receiver: object) -> None:
+        raise InternalError("no sequence of a node migrates")
+
     def released(self, request_id: str) -> None:
         pass
 

@@ -30,12 +30,11 @@ from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.decode_session import DecodeSession
 from pdserve.decode.pushed_decode import PushedDecode
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
-from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.v1 import decode_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
-from pdserve.worker.source_reader import SourceReader
+from pdserve.worker.source_reader import SourceReader, verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker import Worker
@@ -83,10 +82,7 @@ class DecodeServicer:
 
     def _source(self, source: decode_pb2.Source, request: EngineCoreRequest) -> SourceRef:
         """Raises: InvalidRequest."""
-        if len(source.transfer_id) != TRANSFER_ID_BYTES:
-            raise InvalidRequest(
-                f"source.transfer_id has {len(source.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "source.transfer_id"
-            )
+        verify_transfer_id("source.transfer_id", source.transfer_id)
         self.sources.verify("source", source.worker_id, source.address)
         return SourceRef(
             source.worker_id,

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Sequence
 
 from pdserve.common import timeline
+from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, NeedsPrefill, PdServeError
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire.decode_wire import (
     admitted_event,
     landed_event,
+    migrated_event,
+    migrating_event,
     needs_prefill_event,
     output_events,
     outputs_event,
@@ -20,13 +23,18 @@ from pdserve.common.request.wire.decode_wire import (
 from pdserve.decode.decode_moments import LOCAL_MOMENTS, REMOTE_MOMENTS
 from pdserve.engine.output_stream import engine_error
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
-from pdserve.worker.engine_client import EngineClient, Landing, RequestStream
+from pdserve.kv_transfer.control.source_transfer import MigrationTarget, PeerId
+from pdserve.v1 import step_stream_pb2
+from pdserve.worker.engine_client import EngineClient, Landing, RequestStream, SourceEnd
+from pdserve.worker.source_reader import verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.call_stats import CallStats
+from pdserve.worker.transfers.ended_wire import ended_to_wire
 
 
 class PushedDecode:
-    """One decode call. Ends with the last output of its last sequence, an error, or the router's cancellation."""
+    """One decode call. Ends with the last output of its last sequence, or with the transfer of its blocks if another worker
+    continues it; with an error; or with the router's cancellation."""
 
     def __init__(
         self, call: StepCall, engine: EngineClient, request: EngineCoreRequest, record: CallStats, block_bytes: int
@@ -57,6 +65,8 @@ class PushedDecode:
             return
         self._call.on_cancel = self._cancel
         self._call.on_ended_sequences = self._end_sequences
+        self._call.on_migrate = self._migrate
+        self._stream.on_migrated = self._migrated
         moment = timeline.PREFILL_QUEUED if source is None else timeline.DECODE_QUEUED
         self._call.event(admitted_event(moment, self._request.arrival_time))
         if source is not None:
@@ -84,6 +94,7 @@ class PushedDecode:
             and output.new_logprobs is None
             and not output.moments
             and not output.error_code
+            and output.migration is None
         ):
             self._call.tokens(output.index, output.first_position, output.new_token_ids)
             return
@@ -99,10 +110,15 @@ class PushedDecode:
                 self._call.events(output_events(output, self._names))
             else:
                 self._call.event(outputs_event(output, self._names))
+        if output.migration is not None:
+            self._call.event(migrating_event(output, output.migration))
         if output.finish_reason is not None:
-            self._num_open -= 1
-            if self._num_open <= 0:
-                self._end(None)
+            self._sequence_ended()
+
+    def _sequence_ended(self) -> None:
+        self._num_open -= 1
+        if self._num_open <= 0:
+            self._end(None)
 
     def _receiving(self, awaits_source: bool) -> None:
         if not self._has_ended:
@@ -115,6 +131,20 @@ class PushedDecode:
     def _end_sequences(self, indexes: Sequence[int], turn: int | None) -> None:
         for index in indexes:
             self._engine.end_sequence(self._request.request_id, index)
+
+    def _migrate(self, migrate: step_stream_pb2.Migrate) -> None:
+        """Raises: InvalidRequest for a transfer that cannot be one."""
+        verify_transfer_id("migrate.transfer_id", migrate.transfer_id)
+        verify_worker_id("migrate.receiver.worker_id", migrate.receiver.worker_id)
+        receiver = PeerId(migrate.receiver.worker_id, migrate.receiver.epoch)
+        target = MigrationTarget(migrate.transfer_id, receiver, self._request.remaining_s)
+        without = migrate.receiver.without_draft_head
+        self._engine.migrate_sequence(self._request.request_id, migrate.index, target, without_draft_head=without)
+
+    def _migrated(self, index: int, end: SourceEnd) -> None:
+        if not self._has_ended:
+            self._call.event(migrated_event(index, ended_to_wire(end)))
+            self._sequence_ended()
 
     def _cancel(self) -> None:
         self._end(asyncio.CancelledError())

@@ -71,7 +71,7 @@ class OutputStream:
 
     def _waits(self, output: EngineCoreOutput) -> bool:
         """True if the output may be delayed until more tokens of the sequence arrive."""
-        if output.finish_reason is not None or output.error_code:
+        if output.finish_reason is not None or output.error_code or output.migration is not None:
             self._begun.discard(output.index)  # a session's next turn has a first token of its own
             return False
         if output.index not in self._begun:

@@ -90,6 +90,8 @@ class Request:
         self.index = core.index
         self.ended_elsewhere: set[int] = set()
         """Before the fork: indexes of sequences that their reader has ended, by a stop string."""
+        self.migrations: dict[int, bool] = {}
+        """Index -> without a draft head: of the sequences that another worker continues after their next token."""
         self.sampling_params = core.sampling_params
         self.priority = core.priority
         """Lower runs first; 0 for all if the policy is first come, first served."""
@@ -240,6 +242,11 @@ class Request:
         return min(self.num_tokens + num_steps, end)
 
     @property
+    def migrates(self) -> bool:
+        """True if another worker continues this sequence after its next token."""
+        return bool(self.migrations) and self.num_sequences == 1 and self.index in self.migrations
+
+    @property
     def num_forks(self) -> int:
         """Number of sequences that will be forked from this one in this engine."""
         return 0 if self.core.transfer_source else self.num_sequences - 1
@@ -262,6 +269,7 @@ class Request:
             other.moments = dict(self.moments)
             other.prefill_chunks = self.prefill_chunks
             other.wanted_from = self.wanted_from
+            other.migrations = self.migrations
             others.append(other)
         return others
 

@@ -35,15 +35,14 @@ from pdserve.common.request.wire.messages import (
     prompt_logprobs_to_wire,
 )
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
-from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
-from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, request_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
-from pdserve.worker.source_reader import SourceReader
+from pdserve.worker.source_reader import SourceReader, verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
+from pdserve.worker.transfers.ended_wire import REPORTED, ended_to_wire
 from pdserve.worker.worker import Worker
 
 _MOMENTS = {
@@ -54,11 +53,6 @@ _MOMENTS = {
     "first_token": timeline.PREFILL_COMPUTED,
 }
 _POOLING_MOMENTS = _MOMENTS | {"finished": timeline.PREFILL_COMPUTED}
-_ENDED = {
-    SourceState.RELEASED: prefill_pb2.Ended.RELEASED,
-    SourceState.REVOKED: prefill_pb2.Ended.REVOKED,
-    SourceState.EXPIRED: prefill_pb2.Ended.EXPIRED,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +80,8 @@ class PrefillServicer:
             raise InvalidRequest(
                 "request.pooling_params is given: embeddings are requested with `embed`", "pooling_params"
             )
-        if len(prefill.transfer_id) not in (0, TRANSFER_ID_BYTES):
-            raise InvalidRequest(
-                f"transfer_id has {len(prefill.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "transfer_id"
-            )
         if prefill.transfer_id:
+            verify_transfer_id("transfer_id", prefill.transfer_id)
             verify_worker_id("receiver.worker_id", prefill.receiver.worker_id)
         self.engine.verify(request)
         call.serve(self._prefill(request, self._expected(prefill, request) if prefill.transfer_id else None))
@@ -110,13 +101,11 @@ class PrefillServicer:
                 if outputs[0].new_token_ids:
                     yield prefill_pb2.PrefillEvent(computed=_computed(request, outputs))
                 if transfer is not None:
-                    state, cause = await stream.source_ended
-                    if cause is not None and state not in _ENDED:
-                        raise cause
-                    record.lease_lost = cause
-                    how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
-                    told = cause.message if cause is not None else ""
-                    yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=told))
+                    end = await stream.source_ended
+                    if end.cause is not None and end.state not in REPORTED:
+                        raise end.cause
+                    record.lease_lost = end.cause
+                    yield prefill_pb2.PrefillEvent(ended=ended_to_wire(end))
         finally:
             self.engine.release(stream, record.close)
 

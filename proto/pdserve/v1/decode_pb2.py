@@ -26,7 +26,7 @@ from pdserve.v1 import prefill_pb2 as pdserve_dot_v1_dot_prefill__pb2
 from pdserve.v1 import request_pb2 as pdserve_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x18pdserve/v1/prefill.proto\x1a\x18pdserve/v1/request.proto\"~\n\x06\x44\x65\x63ode\x12\"\n\x06source\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Source\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\x12!\n\x14local_prefill_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_prefill_tokens\"\t\n\x07Session\"l\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\x0c\x12\x1a\n\x12without_draft_head\x18\x05 \x01(\x08\"\xe1\x02\n\x0b\x44\x65\x63odeEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12\x31\n\rneeds_prefill\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.NeedsPrefillH\x00\x12;\n\x12prefilling_locally\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.PrefillingLocallyH\x00\x12$\n\x06landed\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x12&\n\x07outputs\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.OutputsH\x00\x12*\n\treceiving\x18\x07 \x01(\x0b\x32\x15.pdserve.v1.ReceivingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\'\n\x0cNeedsPrefill\x12\x17\n\x0funcached_tokens\x18\x01 \x01(\r\"\x13\n\x11PrefillingLocally\"\"\n\tReceiving\x12\x15\n\rawaits_source\x18\x01 \x01(\x08\"l\n\x06Landed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\tconnector\x18\x03 \x01(\t\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Momentb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x18pdserve/v1/prefill.proto\x1a\x18pdserve/v1/request.proto\"~\n\x06\x44\x65\x63ode\x12\"\n\x06source\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Source\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\x12!\n\x14local_prefill_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_prefill_tokens\"\t\n\x07Session\"l\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\x0c\x12\x1a\n\x12without_draft_head\x18\x05 \x01(\x08\"\xb7\x03\n\x0b\x44\x65\x63odeEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12\x31\n\rneeds_prefill\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.NeedsPrefillH\x00\x12;\n\x12prefilling_locally\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.PrefillingLocallyH\x00\x12$\n\x06landed\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x12&\n\x07outputs\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.OutputsH\x00\x12*\n\treceiving\x18\x07 \x01(\x0b\x32\x15.pdserve.v1.ReceivingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x12*\n\tmigrating\x18\x08 \x01(\x0b\x32\x15.pdserve.v1.MigratingH\x00\x12(\n\x08migrated\x18\t \x01(\x0b\x32\x14.pdserve.v1.MigratedH\x00\x42\x07\n\x05\x65vent\"^\n\tMigrating\x12\r\n\x05index\x18\x01 \x01(\r\x12&\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.Computed\x12\x1a\n\x12without_draft_head\x18\x03 \x01(\x08\";\n\x08Migrated\x12\r\n\x05index\x18\x01 \x01(\r\x12 \n\x05\x65nded\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Ended\"\'\n\x0cNeedsPrefill\x12\x17\n\x0funcached_tokens\x18\x01 \x01(\r\"\x13\n\x11PrefillingLocally\"\"\n\tReceiving\x12\x15\n\rawaits_source\x18\x01 \x01(\x08\"l\n\x06Landed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\tconnector\x18\x03 \x01(\t\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Momentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,13 +40,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SOURCE']._serialized_start=230
   _globals['_SOURCE']._serialized_end=338
   _globals['_DECODEEVENT']._serialized_start=341
-  _globals['_DECODEEVENT']._serialized_end=694
-  _globals['_NEEDSPREFILL']._serialized_start=696
-  _globals['_NEEDSPREFILL']._serialized_end=735
-  _globals['_PREFILLINGLOCALLY']._serialized_start=737
-  _globals['_PREFILLINGLOCALLY']._serialized_end=756
-  _globals['_RECEIVING']._serialized_start=758
-  _globals['_RECEIVING']._serialized_end=792
-  _globals['_LANDED']._serialized_start=794
-  _globals['_LANDED']._serialized_end=902
+  _globals['_DECODEEVENT']._serialized_end=780
+  _globals['_MIGRATING']._serialized_start=782
+  _globals['_MIGRATING']._serialized_end=876
+  _globals['_MIGRATED']._serialized_start=878
+  _globals['_MIGRATED']._serialized_end=937
+  _globals['_NEEDSPREFILL']._serialized_start=939
+  _globals['_NEEDSPREFILL']._serialized_end=978
+  _globals['_PREFILLINGLOCALLY']._serialized_start=980
+  _globals['_PREFILLINGLOCALLY']._serialized_end=999
+  _globals['_RECEIVING']._serialized_start=1001
+  _globals['_RECEIVING']._serialized_end=1035
+  _globals['_LANDED']._serialized_start=1037
+  _globals['_LANDED']._serialized_end=1145
 # @@protoc_insertion_point(module_scope)

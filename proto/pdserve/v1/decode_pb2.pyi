@@ -120,6 +120,8 @@ class DecodeEvent(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     RECEIVING_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    MIGRATING_FIELD_NUMBER: builtins.int
+    MIGRATED_FIELD_NUMBER: builtins.int
     @property
     def admitted(self) -> pdserve.v1.prefill_pb2.Admitted: ...
     @property
@@ -140,6 +142,10 @@ class DecodeEvent(google.protobuf.message.Message):
     def prompt_logprobs(self) -> pdserve.v1.request_pb2.PromptLogprobs:
         """before the first outputs, if this worker computes the prompt and they are requested"""
 
+    @property
+    def migrating(self) -> Global___Migrating: ...
+    @property
+    def migrated(self) -> Global___Migrated: ...
     def __init__(
         self,
         *,
@@ -150,16 +156,72 @@ class DecodeEvent(google.protobuf.message.Message):
         outputs: pdserve.v1.request_pb2.Outputs | None = ...,
         receiving: Global___Receiving | None = ...,
         prompt_logprobs: pdserve.v1.request_pb2.PromptLogprobs | None = ...,
+        migrating: Global___Migrating | None = ...,
+        migrated: Global___Migrated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs", "receiving", b"receiving"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "migrated", b"migrated", "migrating", b"migrating", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs", "receiving", b"receiving"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs", "receiving", b"receiving"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "migrated", b"migrated", "migrating", b"migrating", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs", "receiving", b"receiving"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "needs_prefill", "prefilling_locally", "landed", "outputs", "receiving", "prompt_logprobs"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "needs_prefill", "prefilling_locally", "landed", "outputs", "receiving", "prompt_logprobs", "migrating", "migrated"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeEvent: typing_extensions.TypeAlias = DecodeEvent
+
+@typing.final
+class Migrating(google.protobuf.message.Message):
+    """A sequence has ended here, for another worker to continue: as `Computed` of a prefill call whose prompt is all of the sequence but
+    the last token, which is its first output. Follows the outputs with that token.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    COMPUTED_FIELD_NUMBER: builtins.int
+    WITHOUT_DRAFT_HEAD_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    without_draft_head: builtins.bool
+    """the blocks of a draft head are not moved"""
+    @property
+    def computed(self) -> pdserve.v1.prefill_pb2.Computed: ...
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        computed: pdserve.v1.prefill_pb2.Computed | None = ...,
+        without_draft_head: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["computed", b"computed"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["computed", b"computed", "index", b"index", "without_draft_head", b"without_draft_head"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Migrating: typing_extensions.TypeAlias = Migrating
+
+@typing.final
+class Migrated(google.protobuf.message.Message):
+    """The transfer of such a sequence has ended. The call ends after its last sequence and the last transfer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    @property
+    def ended(self) -> pdserve.v1.prefill_pb2.Ended: ...
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        ended: pdserve.v1.prefill_pb2.Ended | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ended", b"ended"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ended", b"ended", "index", b"index"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Migrated: typing_extensions.TypeAlias = Migrated
 
 @typing.final
 class NeedsPrefill(google.protobuf.message.Message):

@@ -26,7 +26,7 @@ from pdserve.v1 import decode_pb2 as pdserve_dot_v1_dot_decode__pb2
 from pdserve.v1 import prefill_pb2 as pdserve_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/v1/step_stream.proto\x12\npdserve.v1\x1a\x17pdserve/v1/decode.proto\x1a\x18pdserve/v1/prefill.proto\"\xa4\x01\n\x0cStepCommands\x12+\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.Submission\x12\x33\n\x0f\x65nded_sequences\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.EndedSequences\x12\x11\n\tcancelled\x18\x03 \x03(\x04\x12\x1f\n\x05turns\x18\x04 \x03(\x0b\x32\x10.pdserve.v1.Turn\"\x8c\x02\n\nSubmission\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12&\n\x07prefill\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.PrefillH\x00\x12$\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.DecodeH\x00\x12&\n\x07session\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.SessionH\x00\x12\"\n\x05\x65mbed\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.EmbedH\x00\x12-\n\x0c\x62lock_source\x18\x08 \x01(\x0b\x32\x17.pdserve.v1.BlockSourceB\x06\n\x04\x63\x61ll\"Q\n\x0b\x42lockSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07limit_s\x18\x04 \x01(\x01\"$\n\x04Turn\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\"J\n\x0e\x45ndedSequences\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\x04turn\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_turn\"\x93\x01\n\x0bStepOutputs\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x17\n\x0f\x66irst_positions\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.pdserve.v1.CallEvent\"l\n\tCallEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nnum_before\x18\x02 \x01(\r\x12\x11\n\x07message\x18\x03 \x01(\x0cH\x00\x12\"\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"N\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x32R\n\x11StepStreamService\x12=\n\x04Open\x12\x18.pdserve.v1.StepCommands\x1a\x17.pdserve.v1.StepOutputs(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/v1/step_stream.proto\x12\npdserve.v1\x1a\x17pdserve/v1/decode.proto\x1a\x18pdserve/v1/prefill.proto\"\xcd\x01\n\x0cStepCommands\x12+\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.Submission\x12\x33\n\x0f\x65nded_sequences\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.EndedSequences\x12\x11\n\tcancelled\x18\x03 \x03(\x04\x12\x1f\n\x05turns\x18\x04 \x03(\x0b\x32\x10.pdserve.v1.Turn\x12\'\n\nmigrations\x18\x05 \x03(\x0b\x32\x13.pdserve.v1.Migrate\"\xb0\x02\n\nSubmission\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12&\n\x07prefill\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.PrefillH\x00\x12$\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.DecodeH\x00\x12&\n\x07session\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.SessionH\x00\x12\"\n\x05\x65mbed\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.EmbedH\x00\x12\"\n\x05\x66\x65tch\x18\t \x01(\x0b\x32\x11.pdserve.v1.FetchH\x00\x12-\n\x0c\x62lock_source\x18\x08 \x01(\x0b\x32\x17.pdserve.v1.BlockSourceB\x06\n\x04\x63\x61ll\"Q\n\x0b\x42lockSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07limit_s\x18\x04 \x01(\x01\"\x07\n\x05\x46\x65tch\"$\n\x07\x46\x65tched\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\"$\n\x04Turn\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\x0c\"J\n\x0e\x45ndedSequences\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x11\n\x04turn\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_turn\"b\n\x07Migrate\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0btransfer_id\x18\x03 \x01(\x0c\x12&\n\x08receiver\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.Receiver\"\x93\x01\n\x0bStepOutputs\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x17\n\x0f\x66irst_positions\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12%\n\x06\x65vents\x18\x06 \x03(\x0b\x32\x15.pdserve.v1.CallEvent\"l\n\tCallEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nnum_before\x18\x02 \x01(\r\x12\x11\n\x07message\x18\x03 \x01(\x0cH\x00\x12\"\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"N\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x32R\n\x11StepStreamService\x12=\n\x04Open\x12\x18.pdserve.v1.StepCommands\x1a\x17.pdserve.v1.StepOutputs(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.step_stream_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPCOMMANDS']._serialized_start=96
-  _globals['_STEPCOMMANDS']._serialized_end=260
-  _globals['_SUBMISSION']._serialized_start=263
-  _globals['_SUBMISSION']._serialized_end=531
-  _globals['_BLOCKSOURCE']._serialized_start=533
-  _globals['_BLOCKSOURCE']._serialized_end=614
-  _globals['_TURN']._serialized_start=616
-  _globals['_TURN']._serialized_end=652
-  _globals['_ENDEDSEQUENCES']._serialized_start=654
-  _globals['_ENDEDSEQUENCES']._serialized_end=728
-  _globals['_STEPOUTPUTS']._serialized_start=731
-  _globals['_STEPOUTPUTS']._serialized_end=878
-  _globals['_CALLEVENT']._serialized_start=880
-  _globals['_CALLEVENT']._serialized_end=988
-  _globals['_CALLEND']._serialized_start=990
-  _globals['_CALLEND']._serialized_end=1068
-  _globals['_STEPSTREAMSERVICE']._serialized_start=1070
-  _globals['_STEPSTREAMSERVICE']._serialized_end=1152
+  _globals['_STEPCOMMANDS']._serialized_end=301
+  _globals['_SUBMISSION']._serialized_start=304
+  _globals['_SUBMISSION']._serialized_end=608
+  _globals['_BLOCKSOURCE']._serialized_start=610
+  _globals['_BLOCKSOURCE']._serialized_end=691
+  _globals['_FETCH']._serialized_start=693
+  _globals['_FETCH']._serialized_end=700
+  _globals['_FETCHED']._serialized_start=702
+  _globals['_FETCHED']._serialized_end=738
+  _globals['_TURN']._serialized_start=740
+  _globals['_TURN']._serialized_end=776
+  _globals['_ENDEDSEQUENCES']._serialized_start=778
+  _globals['_ENDEDSEQUENCES']._serialized_end=852
+  _globals['_MIGRATE']._serialized_start=854
+  _globals['_MIGRATE']._serialized_end=952
+  _globals['_STEPOUTPUTS']._serialized_start=955
+  _globals['_STEPOUTPUTS']._serialized_end=1102
+  _globals['_CALLEVENT']._serialized_start=1104
+  _globals['_CALLEVENT']._serialized_end=1212
+  _globals['_CALLEND']._serialized_start=1214
+  _globals['_CALLEND']._serialized_end=1292
+  _globals['_STEPSTREAMSERVICE']._serialized_start=1294
+  _globals['_STEPSTREAMSERVICE']._serialized_end=1376
 # @@protoc_insertion_point(module_scope)

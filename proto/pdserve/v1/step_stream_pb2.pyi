@@ -23,7 +23,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 @typing.final
 class StepCommands(google.protobuf.message.Message):
     """What a router wants since its last message, at most 512 submissions and 1,024 of each other kind.
-    Calls are cancelled, then sequences end, then calls begin, then sessions go on.
+    Calls are cancelled, then sequences end or migrate, then calls begin, then sessions go on.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -32,6 +32,7 @@ class StepCommands(google.protobuf.message.Message):
     ENDED_SEQUENCES_FIELD_NUMBER: builtins.int
     CANCELLED_FIELD_NUMBER: builtins.int
     TURNS_FIELD_NUMBER: builtins.int
+    MIGRATIONS_FIELD_NUMBER: builtins.int
     @property
     def submissions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
     @property
@@ -42,6 +43,8 @@ class StepCommands(google.protobuf.message.Message):
 
     @property
     def turns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Turn]: ...
+    @property
+    def migrations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Migrate]: ...
     def __init__(
         self,
         *,
@@ -49,8 +52,9 @@ class StepCommands(google.protobuf.message.Message):
         ended_sequences: collections.abc.Iterable[Global___EndedSequences] | None = ...,
         cancelled: collections.abc.Iterable[builtins.int] | None = ...,
         turns: collections.abc.Iterable[Global___Turn] | None = ...,
+        migrations: collections.abc.Iterable[Global___Migrate] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancelled", b"cancelled", "ended_sequences", b"ended_sequences", "submissions", b"submissions", "turns", b"turns"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cancelled", b"cancelled", "ended_sequences", b"ended_sequences", "migrations", b"migrations", "submissions", b"submissions", "turns", b"turns"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StepCommands: typing_extensions.TypeAlias = StepCommands
@@ -68,6 +72,7 @@ class Submission(google.protobuf.message.Message):
     DECODE_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
     EMBED_FIELD_NUMBER: builtins.int
+    FETCH_FIELD_NUMBER: builtins.int
     BLOCK_SOURCE_FIELD_NUMBER: builtins.int
     key: builtins.int
     """from 1, chosen by the router; rises in a stream"""
@@ -92,6 +97,10 @@ class Submission(google.protobuf.message.Message):
         """answered with one event, PoolingResult"""
 
     @property
+    def fetch(self) -> Global___Fetch:
+        """answered with one event, Fetched"""
+
+    @property
     def block_source(self) -> Global___BlockSource:
         """of a call that computes its prompt: neither a session's nor a decode call's with a source"""
 
@@ -105,13 +114,14 @@ class Submission(google.protobuf.message.Message):
         decode: pdserve.v1.decode_pb2.Decode | None = ...,
         session: pdserve.v1.decode_pb2.Session | None = ...,
         embed: pdserve.v1.prefill_pb2.Embed | None = ...,
+        fetch: Global___Fetch | None = ...,
         block_source: Global___BlockSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_source", b"block_source", "call", b"call", "decode", b"decode", "embed", b"embed", "prefill", b"prefill", "session", b"session"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_source", b"block_source", "call", b"call", "decode", b"decode", "embed", b"embed", "fetch", b"fetch", "prefill", b"prefill", "session", b"session"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "block_source", b"block_source", "call", b"call", "decode", b"decode", "embed", b"embed", "key", b"key", "prefill", b"prefill", "request", b"request", "session", b"session"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "block_source", b"block_source", "call", b"call", "decode", b"decode", "embed", b"embed", "fetch", b"fetch", "key", b"key", "prefill", b"prefill", "request", b"request", "session", b"session"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: typing_extensions.TypeAlias = typing.Literal["prefill", "decode", "session", "embed"]
+    _WhichOneofReturnType_call: typing_extensions.TypeAlias = typing.Literal["prefill", "decode", "session", "embed", "fetch"]
     _WhichOneofArgType_call: typing_extensions.TypeAlias = typing.Literal["call", b"call"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
@@ -146,6 +156,37 @@ class BlockSource(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockSource: typing_extensions.TypeAlias = BlockSource
+
+@typing.final
+class Fetch(google.protobuf.message.Message):
+    """Read the blocks of the request's tokens that are at the `block_source` and not here into the prefix cache. The call ends when they
+    are here, or will not come.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___Fetch: typing_extensions.TypeAlias = Fetch
+
+@typing.final
+class Fetched(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    num_cached_tokens: builtins.int
+    """of the request, as far as their blocks were here or have come"""
+    def __init__(
+        self,
+        *,
+        num_cached_tokens: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_cached_tokens", b"num_cached_tokens"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Fetched: typing_extensions.TypeAlias = Fetched
 
 @typing.final
 class Turn(google.protobuf.message.Message):
@@ -202,6 +243,41 @@ class EndedSequences(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__turn) -> _WhichOneofReturnType__turn | None: ...
 
 Global___EndedSequences: typing_extensions.TypeAlias = EndedSequences
+
+@typing.final
+class Migrate(google.protobuf.message.Message):
+    """Another worker continues a sequence of a decode call: it ends here after its next token, with `Migrating`, and its blocks go to the
+    receiver. Without effect on a sequence that has ended or ends with that token, and on unknown keys.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    TRANSFER_ID_FIELD_NUMBER: builtins.int
+    RECEIVER_FIELD_NUMBER: builtins.int
+    key: builtins.int
+    index: builtins.int
+    transfer_id: builtins.bytes
+    """16 random bytes, used once"""
+    @property
+    def receiver(self) -> pdserve.v1.prefill_pb2.Receiver:
+        """the only epoch of the only worker that may attach"""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.int = ...,
+        index: builtins.int = ...,
+        transfer_id: builtins.bytes = ...,
+        receiver: pdserve.v1.prefill_pb2.Receiver | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["receiver", b"receiver"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "key", b"key", "receiver", b"receiver", "transfer_id", b"transfer_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Migrate: typing_extensions.TypeAlias = Migrate
 
 @typing.final
 class StepOutputs(google.protobuf.message.Message):

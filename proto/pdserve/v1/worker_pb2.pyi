@@ -426,3 +426,23 @@ class MeetResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___MeetResponse: typing_extensions.TypeAlias = MeetResponse
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse

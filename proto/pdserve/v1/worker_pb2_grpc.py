@@ -44,6 +44,11 @@ class WorkerServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.MeetRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.MeetResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/pdserve.v1.WorkerService/Drain',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -65,6 +70,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
+        nothing is left, or after drain_s. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Meet,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.MeetRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.MeetResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +151,33 @@ class WorkerService(object):
             '/pdserve.v1.WorkerService/Meet',
             pdserve_dot_v1_dot_worker__pb2.MeetRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.MeetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WorkerService/Drain',
+            pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

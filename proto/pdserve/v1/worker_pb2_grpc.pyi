@@ -32,6 +32,10 @@ class WorkerServiceStub:
     """
     Meet: grpc.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]
     """An introduction to a peer, so that connections exist before the first request. Idempotent."""
+    Drain: grpc.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.DrainRequest, pdserve.v1.worker_pb2.DrainResponse]
+    """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
+    nothing is left, or after drain_s. Idempotent.
+    """
 
 @typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -43,6 +47,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Meet: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]  # type: ignore[assignment]
     """An introduction to a peer, so that connections exist before the first request. Idempotent."""
+    Drain: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.DrainRequest, pdserve.v1.worker_pb2.DrainResponse]  # type: ignore[assignment]
+    """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
+    nothing is left, or after drain_s. Idempotent.
+    """
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -63,5 +71,15 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pdserve.v1.worker_pb2.MeetResponse, collections.abc.Awaitable[pdserve.v1.worker_pb2.MeetResponse]]:
         """An introduction to a peer, so that connections exist before the first request. Idempotent."""
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: pdserve.v1.worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.worker_pb2.DrainResponse, collections.abc.Awaitable[pdserve.v1.worker_pb2.DrainResponse]]:
+        """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
+        nothing is left, or after drain_s. Idempotent.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -97,7 +97,8 @@ class Worker:
             hidden_size=8,
             sampler_version=2,
         )
-        self.servicer = WorkerServicer(self.identity, self.engine, PeerRule(False, False), DEVELOPMENT_KEY)  # type: ignore[arg-type]
+        peers = PeerRule(False, False)
+        self.servicer = WorkerServicer(self.identity, self.engine, peers, DEVELOPMENT_KEY, lambda: None)  # type: ignore[arg-type]
         add_WorkerServiceServicer_to_server(self.servicer, self._server)
         self._publisher: RedisPublisher | None = None
         if world.has_redis and publishes:

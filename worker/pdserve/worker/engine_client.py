@@ -50,7 +50,7 @@ ANSWER_S = 5.0
 
 if TYPE_CHECKING:
     from pdserve.kv_transfer.control.receiver_transfer import SourceRef
-    from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer
+    from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, MigrationTarget
     from pdserve.kv_transfer.control.transfer_state import SourceState
 
 
@@ -100,6 +100,8 @@ class RequestStream(OutputStream):
         """Called while a transfer to this worker takes long; True: it waits for its source."""
         self.on_landed: Callable[[Landing], None] | None = None
         """Called when all blocks of a transfer to this worker have landed, before the first output."""
+        self.on_migrated: Callable[[int, SourceEnd], None] | None = None
+        """Called when the transfer of a sequence that has migrated has ended."""
         self.source_ended: asyncio.Future[SourceEnd] = loop.create_future()
         """Done when a transfer from this worker has ended. Raises: WorkerLost when the engine has died."""
 
@@ -112,9 +114,13 @@ class RequestStream(OutputStream):
             case BlocksLanded(num_blocks, connector):
                 if self.on_landed is not None:
                     self.on_landed(Landing(num_blocks, connector))
-            case SourceEnded(state, cause):
-                if not self.source_ended.done():
-                    self.source_ended.set_result(SourceEnd(state, None if cause is None else cause.error()))
+            case SourceEnded(state, cause, index):
+                end = SourceEnd(state, None if cause is None else cause.error())
+                if index is None:
+                    if not self.source_ended.done():
+                        self.source_ended.set_result(end)
+                elif self.on_migrated is not None:
+                    self.on_migrated(index, end)
 
 
 class EngineClient:
@@ -283,6 +289,12 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self.core.abort_requests([request_id])
+
+    def migrate_sequence(
+        self, request_id: str, index: int, target: MigrationTarget, *, without_draft_head: bool
+    ) -> None:
+        """Another worker continues a sequence after its next token: see `EngineCoreClient.migrate_sequence`."""
+        self.core.migrate_sequence(request_id, index, target, without_draft_head=without_draft_head)
 
     def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
         """One of its sequences, or this turn of a session, has ended where its text is made. Harmless when it had ended."""

@@ -59,7 +59,7 @@ class _Source:
     """One transfer this worker is the source of."""
 
     def __init__(self, transfer: SourceTransfer, request: EngineCoreRequest | None = None) -> None:
-        """request: the one that computes the blocks; None for blocks of the prefix cache."""
+        """request: the one that computes the blocks; None for blocks that are computed."""
         self.request = request
         self.transfer = transfer
         self.holds: list[PinnedBlocks] = []
@@ -229,10 +229,18 @@ class KvTransferManager:
 
     def began(self, transfer: SourceTransfer) -> None:
         """As `SourceEvents.began`."""
+        num_tokens = transfer.expected.num_cached_blocks * self._receiving.layout.block_size
+        self.send(transfer, SourceResult(num_tokens, ()))
+
+    def send(self, transfer: SourceTransfer, result: SourceResult) -> None:
+        """Send blocks that are computed, and rest in the engine under the transfer's `request_id`."""
         source = _Source(transfer)
         self._sources[source.request_id] = source
-        num_tokens = transfer.expected.num_cached_blocks * self._receiving.layout.block_size
-        transfer.computed(SourceResult(num_tokens, ()))
+        transfer.computed(result)
+
+    def forget(self, request_id: str) -> None:
+        """No transfer begins of blocks that rest in the engine under this name."""
+        self._apply(Revoke(request_id))
 
     def wanted(self, transfer: SourceTransfer, first_index: int) -> None:
         source = self._sources.get(transfer.expected.request_id)
@@ -269,7 +277,7 @@ class KvTransferManager:
     def _missed(self, source: _Source) -> None:
         """The engine no longer has blocks that are wanted."""
         if source.request is None:
-            source.transfer.fail(TransferFailed("the cached blocks were reused before they were wanted"))
+            source.transfer.fail(TransferFailed("the blocks were reused before they were wanted"))
         else:
             self._prefill_again(source, source.request)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdserve.common.block_hash import BlockHasher, request_extras
+from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import DigestMismatch, InvalidRequest
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.multimodal import hashed_spans, images_extras
+from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.wire.request_bytes import decode_request
 
 
@@ -100,8 +100,7 @@ class RequestReader:
     def _block_hashes(self, request: GenerationRequest) -> list[bytes]:
         given = request.given_token_ids
         block_hashes = self._hasher.extend(request.hash_root, given, hashed_spans(request.mm_features))
-        extras = request_extras(request.lora_fingerprint, request.embeds_digest) + images_extras(request.mm_features)
-        digest = self._hasher.request_digest(request.hash_root, block_hashes, given, extras)
+        digest = self._hasher.request_digest(request.hash_root, block_hashes, given, request.digest_extras)
         if digest != request.request_digest:
             adapter = f", request.lora_fingerprint {request.lora_fingerprint}" if request.lora_fingerprint else ""
             raise DigestMismatch(

@@ -1,4 +1,4 @@
-"""`SourceReader`: reads where blocks are, as a router says."""
+"""`SourceReader`: reads where blocks are, and the transfers that move them, as a router says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from pdserve.common.address.peer_address import verify_peer_address, verify_work
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.block_source import BlockSource
 from pdserve.common.security.deployment_key import is_loopback
+from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 
 MAX_LIMIT_S = 600.0
+
+
+def verify_transfer_id(field: str, transfer_id: bytes) -> None:
+    """Raises: InvalidRequest."""
+    if len(transfer_id) != TRANSFER_ID_BYTES:
+        raise InvalidRequest(f"{field} has {len(transfer_id)} bytes, not {TRANSFER_ID_BYTES}", field)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.v1 import kv_source_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_watchdog import EngineWatchdog
+from pdserve.worker.fetch_servicer import FetchServicer
 from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
@@ -126,11 +127,17 @@ class Worker:
         self._reporting_health: asyncio.Task[None] | None = None
         self._watching_process: list[asyncio.Task[None]] = []
         peers = PeerRule(tls is not None, settings.insecure)
-        self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
+        self.drain_asked = asyncio.Event()
+        """Set when a router asks for a drain; whoever runs the worker then drains and stops it."""
+        self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key, self._ask_drain)
         self.lora_modules = LoraModules(engine, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
         self._following_adapters: asyncio.Task[None] | None = None
         self._step_streams: StepStreamServicer | None = None
         self._add_servicers(add_servicers)
+
+    def _ask_drain(self) -> None:
+        self.engine.draining = True  # so that no later report says otherwise
+        self.drain_asked.set()
 
     def _offer_adapters(self, adapters: KnownAdapters) -> None:
         self.engine.known_adapters = adapters
@@ -187,7 +194,8 @@ class Worker:
 
     def serve_calls(self, handlers: Mapping[str, BeginCall]) -> str:
         """Add `StepStreamService` for the kinds of call that the role serves; returns its name."""
-        self._step_streams = StepStreamServicer(handlers)
+        fetches = FetchServicer(self.reader, self.sources, self.engine)
+        self._step_streams = StepStreamServicer({**handlers, "fetch": fetches.begin_fetch})
         step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(self._step_streams, self.server)
         return "pdserve.v1.StepStreamService"
 

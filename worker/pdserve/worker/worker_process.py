@@ -38,7 +38,7 @@ async def run_worker(
     on_ready: Callable[[WorkerIdentity], None] | None = None,
     progress: Progress | None = None,
 ) -> bool:
-    """Load, serve in the role of `settings`, and on SIGTERM or SIGINT drain; a second signal ends at once.
+    """Load, serve in the role of `settings`, and drain on SIGTERM, SIGINT or a router's call; a second signal ends at once.
 
     Returns False if the engine failed. Raises: ConfigError before anything is served.
     """
@@ -66,7 +66,7 @@ async def run_worker(
             gc.freeze()
             if on_ready is not None:
                 on_ready(worker.identity)
-            await first_done(shutdown.stop.wait(), worker.engine.died.wait())
+            await first_done(shutdown.stop.wait(), worker.drain_asked.wait(), worker.engine.died.wait())
             if not worker.engine.died.is_set():
                 shutdown.announce_drain(worker.num_open, settings.drain_s)
                 await first_done(worker.drain(), shutdown.hurry.wait())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
@@ -47,6 +47,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     _peers: PeerRule
     """The rule by which this worker connects to a peer."""
     _key: DeploymentKey
+    _drain: Callable[[], None]
+    """Begins the worker's drain, after which its process ends; may be called again."""
     _warnings: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log), init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -101,6 +103,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._peers.verify(request.address)
         self._engine.meet(request.worker_id, request.epoch, request.address)
         return worker_pb2.MeetResponse()
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        log.info("a router at %s asks for a drain", peer_host(context.peer()))
+        self._drain()
+        return worker_pb2.DrainResponse()
 
     def _identity_message(self) -> worker_pb2.Identity:
         identity = self._identity

@@ -7,9 +7,11 @@ import enum
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.audio import placed
 from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.sampling_params import SamplingParams
 
 
@@ -47,6 +49,8 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     """Source side, if `Want` has arrived already: the first block index that the receiver lacks."""
     block_source: BlockSource | None = None
     """Has blocks of the prompt: those that are missing here are read from there, and the rest is computed."""
+    fetches_only: bool = False
+    """It ends when blocks have come from `block_source`, or will not come: nothing is computed."""
     resumable: bool = False
     """A session: the end of a turn is not its end; it waits in `WAITING_FOR_STREAMING_REQ` for a `StreamingUpdate`."""
     prefill_here: bool = False
@@ -63,12 +67,26 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
             self.eos_token_ids = (self.eos_token_id, *self.eos_token_ids)
 
     @property
+    def sent_prompt_token_ids(self) -> list[int]:
+        """The prompt as the router sent it: without what an encoder's layout adds."""
+        encoder = self.encoder_prompt
+        if encoder is None:
+            return self.prompt_token_ids
+        return (
+            self.prompt_token_ids[encoder.num_slots :]
+            if encoder.is_audio
+            else self.prompt_token_ids[: encoder.num_tokens]
+        )
+
+    @property
+    def sent_mm_features(self) -> list[MultiModalFeatureSpec]:
+        """Images and sound where the router has placed them: sound nowhere."""
+        return placed(self.mm_features, 0) if self.encoder_prompt is not None else self.mm_features
+
+    @property
     def num_sent_tokens(self) -> int:
-        """Tokens of prompt and earlier output, as the router sent them: without what an encoder's layout adds."""
-        num_prompt, encoder = len(self.prompt_token_ids), self.encoder_prompt
-        if encoder is not None:
-            num_prompt = num_prompt - encoder.num_slots if encoder.is_audio else encoder.num_tokens
-        return num_prompt + len(self.output_token_ids)
+        """Tokens of prompt and earlier output, as the router sent them."""
+        return len(self.sent_prompt_token_ids) + len(self.output_token_ids)
 
     def sequence_id(self, index: int) -> str:
         """Id of one of the request's sequences in the engine; that of the first is the request's."""
@@ -81,6 +99,8 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
         if self.block_source is not None and (self.resumable or self.remote_prefill):
             kind = "KV of a session is never transferred" if self.resumable else "the whole prompt is received"
             raise InvalidRequest(f"block_source is given, but {kind}", "block_source")
+        if self.fetches_only and self.block_source is None:
+            raise InvalidRequest("fetches_only is set, and there is no block_source", "block_source")
         if self.resumable and self.pooling_params is not None:
             raise InvalidRequest("resumable is set, but an embedding ends with its prompt", "resumable")
         self.verify_embeds_alone()
@@ -160,6 +180,21 @@ class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
         )
 
 
+class Migration(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the worker that continues a sequence is to receive."""
+
+    num_tokens: int
+    """Tokens with KV, those of an encoder's layout included: all but the last."""
+    num_sent_tokens: int
+    """Of these, those of the prompt as the router sent it and of the output."""
+    token_id: int
+    """The last token, whose KV is still to be computed."""
+    request_digest: bytes
+    """Of a request for the tokens with KV."""
+    without_draft_head: bool
+    """True if the blocks of a draft head are not moved."""
+
+
 class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """The result of one step for one sequence."""
 
@@ -208,6 +243,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """Drafts of the sequence that were computed so far."""
     num_accepted_tokens: int = 0
     """Drafts among them that equalled the sampled token."""
+    migration: Migration | None = None
+    """Of the last output of a sequence that another worker continues."""
 
     @property
     def finished(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pdserve.common.block_hash import DIGEST_BYTES
+from pdserve.common.block_hash import DIGEST_BYTES, request_extras
 from pdserve.common.errors import InvalidRequest, PromptTooLong
-from pdserve.common.request.multimodal import MultiModalFeatureSpec
+from pdserve.common.request.multimodal import MultiModalFeatureSpec, images_extras
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
@@ -165,6 +165,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     def embeds_digest(self) -> bytes:
         """Digest of the prompt's embeddings; empty for token ids."""
         return b"" if self.prompt_embeds is None else self.prompt_embeds.digest
+
+    @property
+    def digest_extras(self) -> bytes:
+        """What the request digest covers besides root and tokens: adapter, embeddings, images and sound."""
+        return request_extras(self.lora_fingerprint, self.embeds_digest) + images_extras(self.mm_features)
 
     @property
     def known_prompt_token_ids(self) -> list[int]:

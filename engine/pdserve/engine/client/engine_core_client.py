@@ -37,6 +37,7 @@ from pdserve.engine.client.messages import (
     FinishSession,
     ForReader,
     FromEngine,
+    MigrateSequence,
     ReleaseRequest,
     ResumeRequest,
     StartEngine,
@@ -158,6 +159,14 @@ class EngineCoreClient(abc.ABC):
         """One sequence, or this turn of a session, has ended where its text is made. Harmless when it had ended, and after the
         engine's end."""
         self._send(EndSequence(request_id, index, turn))
+
+    def migrate_sequence(self, request_id: str, index: int, receiver: object, *, without_draft_head: bool) -> None:
+        """End a sequence after its next token, in an output with `migration`, and send its blocks to the receiver. Without effect
+        on one that has ended, on sessions, and after the engine's end.
+
+        receiver: a value of the engine's transfer side.
+        """
+        self._send(MigrateSequence(request_id, index, without_draft_head, receiver))
 
     def release_request(self, request_id: str) -> None:
         """Abort a request and its transfer, unless they have ended; `Released` follows, unless the engine has ended."""

@@ -16,6 +16,7 @@ from pdserve.engine.client.messages import (
     EngineFailed,
     EngineStarted,
     FromEngine,
+    MigrateSequence,
     Released,
     ReleaseRequest,
     StartEngine,
@@ -63,8 +64,11 @@ class EngineTransfers(KvOutbox, Protocol):
         """Begin the transfers of a request that is about to be queued: to its receiver or from its source, and from its
         `block_source`. Raises: PdServeError."""
 
+    def migrate(self, request_id: str, index: int, receiver: object) -> None:
+        """The engine is about to end a sequence of the request with `Migrating`; its blocks then go to the receiver."""
+
     def released(self, request_id: str) -> None:
-        """The request's call has ended, and with it the transfer to its receiver."""
+        """The request's call has ended, and with it the transfers to its receivers."""
 
     def take_received(self, request_id: str) -> object:
         """The transfer that delivered a released request's blocks; None without one, and when it was taken."""
@@ -114,6 +118,8 @@ class EngineSide:
                 self.post(message.run)
             case ReleaseRequest(request_id):
                 self._release(request_id)
+            case MigrateSequence():
+                self._migrate(message)
             case CallUtility():
                 self._call(message)
             case StartEngine(warm_up):
@@ -180,6 +186,13 @@ class EngineSide:
         self.post(lambda core: self._abort_and_notify(core, request_id))
         if self.transfers is not None:
             self.transfers.released(request_id)
+
+    def _migrate(self, message: MigrateSequence) -> None:
+        if self.transfers is None:
+            raise InternalError("this engine has no transfers")
+        request_id, index, without = message.request_id, message.index, message.without_draft_head
+        self.transfers.migrate(request_id, index, message.receiver)
+        self.post(lambda core: core.scheduler.migrate(request_id, index, without_draft_head=without))
 
     def _abort_and_notify(self, core: EngineCore, request_id: str) -> None:
         request = core.abort_request(request_id)

@@ -120,6 +120,16 @@ class EndSequence(Command, frozen=True, array_like=True, tag=True):
         core.scheduler.end_sequence(self.request_id, self.index, self.turn)
 
 
+class MigrateSequence(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End a sequence after its next token, and send its blocks to the worker that continues it."""
+
+    request_id: str
+    index: int
+    without_draft_head: bool
+    receiver: Any
+    """Where its blocks go: a value of the engine's transfer side."""
+
+
 class FailRequest(Command, frozen=True, array_like=True, tag=True):
     request_id: str
     cause: RequestFailure
@@ -227,6 +237,7 @@ ToEngine = (
     | FinishSession
     | AbortRequests
     | EndSequence
+    | MigrateSequence
     | FailRequest
     | FailIdleSessions
     | FailRequests

@@ -21,7 +21,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.request.engine_types import Migration
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
@@ -394,6 +397,24 @@ class KVCacheManager:
         """The numbers of the first `num_blocks` full blocks of any sequence in a transfer between prefix caches."""
         num_tokens = num_blocks * self.block_size
         return TransferOrder.of(self._group_windows, num_tokens, self.block_size, self._group_chunks)
+
+    def migration(self, request: Request, *, without_draft_head: bool) -> Migration:
+        """What a worker is to receive that continues the sequence after its last token, whose KV is still to be computed."""
+        num_tokens, hashes = request.num_computed_tokens, request.block_hashes
+        core = msgspec.structs.replace(request.core, mm_features=request.core.sent_mm_features)
+        sent = [*core.sent_prompt_token_ids, *request.token_ids[request.num_prompt_tokens : num_tokens]]
+        if core.encoder_prompt is not None:
+            # blocks of the engine begin with the encoder's slots
+            hashes = self._hasher.extend(core.hash_root, sent, hashed_spans(core.mm_features))
+        return Migration(
+            num_tokens,
+            len(sent),
+            request.token_ids[-1],
+            self._hasher.request_digest(
+                core.hash_root, hashes[: len(sent) // self.block_size], sent, core.digest_extras
+            ),
+            without_draft_head or self.lacks_draft_entries(request),
+        )
 
     def find_resting(self, block_hashes: Sequence[bytes]) -> RestingTable:
         """The longest run of a sequence's full blocks that the prefix cache has, as far as the next token sees them."""

@@ -3,9 +3,9 @@
 The device then has the next step queued when it ends this one. At most one step is ahead. A step is scheduled ahead only if a full
 schedule would do nothing else than continue the sequences that run: none waits that might be admitted, none is preempted, and each
 decodes plainly (no grammar, whose mask depends on the token; no drafts, which continue the token; no transfer source, which ends
-with its prompt). A sequence that turns
-out to have ended has a row in the step ahead; the row's result is dropped. Its keys and values are written to its own blocks,
-before anything that is queued later reads or writes them.
+with its prompt; no sequence that migrates, which ends with its token). A sequence that turns out to have ended has a row in the
+step ahead; the row's result is dropped. Its keys and values are written to its own blocks, before anything that is queued later
+reads or writes them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class AsyncScheduling:
 
 def _decodes_plainly(request: Request) -> bool:
     core = request.core
-    if request.grammar is not None or core.transfer_source or core.pooling_params is not None:
+    if request.grammar is not None or core.transfer_source or core.pooling_params is not None or request.migrations:
         return False
     return request.num_sequences == 1 and request.status is RequestStatus.RUNNING
 

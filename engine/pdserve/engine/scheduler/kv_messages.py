@@ -10,6 +10,7 @@ these values over two queues and share nothing else. A late, repeated or unknown
     Settled        these blocks are final             ReceiveFailed   the transfer is over, with its cause
     Missed         `Want` too late: compute again     HoldReturned    no read or write of these is under way
     Found          so many blocks are cached here     Want            the receiver has reserved blocks: publish
+    Migrating      a sequence has ended, for another worker to continue
                                                       Revoke          the transfer ended before release
                                                       Lookup          what does the prefix cache have of these
                                                       Offered         another worker has so many blocks
@@ -22,6 +23,7 @@ from typing import Protocol
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
+from pdserve.common.request.engine_types import Migration
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 
 
@@ -70,7 +72,19 @@ class Found:
     """Places from the first; 0: nothing is known of the request any more."""
 
 
-OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed | Found
+@dataclass(frozen=True, slots=True)
+class Migrating:
+    """A sequence has ended here, and another worker is to continue it: `Want` may follow. Its blocks are not pinned before."""
+
+    request_id: str
+    """Of the sequence."""
+    core_request_id: str
+    """Of the request to which it belongs."""
+    index: int
+    migration: Migration
+
+
+OutOfEngine = ReceiveInto | StopReceiving | Settled | Missed | Found | Migrating
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.common.errors import NeedsPrefill, PdServeError
-from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
+from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists, Migration
 from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
 
@@ -59,8 +59,10 @@ class OutputCollector:
         cause: PdServeError | None = None,
         awaits_input: bool = False,
         pooling_output: list[float] | None = None,
+        migration: Migration | None = None,
     ) -> None:
-        """New tokens of a sequence, its end, or both. status: final status of the sequence or its turn; None while it continues."""
+        """New tokens of a sequence, its end, or both. status: final status of the sequence or its turn; None while it continues,
+        here or, with a migration, at another worker."""
         if status is not None:
             request.mark("finished")
         output = self.next_tokens(request, new_token_ids, new_logprobs)
@@ -72,6 +74,7 @@ class OutputCollector:
         output.awaits_input = awaits_input
         output.stop_reason = request.stop_reason
         output.transfer_unwanted = request.is_unwanted_source
+        output.migration = migration
         output.prompt_logprobs = request.take_prompt_logprobs() if new_token_ids else None
         output.pooling_output = pooling_output
         if cause is not None:

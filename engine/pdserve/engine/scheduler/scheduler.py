@@ -158,6 +158,18 @@ class Scheduler:
             elif request.index == index:
                 self.session_commands.end_text(request)
 
+    def migrate(self, request_id: str, index: int, *, without_draft_head: bool) -> None:
+        """End a sequence after its next token, for another worker to continue. No effect if it has ended, or on a session.
+
+        without_draft_head: as `EngineCoreRequest.without_draft_head`.
+        """
+        for request in self._living(request_id):
+            core = request.core
+            if core.resumable or core.transfer_source or core.pooling_params is not None:
+                self.events.num_dropped += 1
+            else:
+                request.migrations[index] = without_draft_head
+
     def _living(self, request_id: str) -> list[Request]:
         if siblings := self.group.of(request_id):
             return siblings
@@ -208,11 +220,20 @@ class Scheduler:
         else:
             self.receives.cancel_remote(request)
         request.settle_wait(Wait.OFFER)
-        if not request.waits_for:
+        if request.core.fetches_only and not request.num_offered_blocks:
+            self._end_fetch(request)
+        elif not request.waits_for:
             self.waiting.add(request)
+
+    def _end_fetch(self, request: Request, cause: PdServeError | None = None) -> None:
+        """End a request that computes nothing. cause: what has ended its transfer."""
+        self.finisher.finish(request, RequestStatus.FINISHED_STOPPED, cause=cause)
 
     def _compute_here(self, request: Request, cause: PdServeError) -> None:
         """Let a sequence wait for its admission again, without the blocks that were being fetched; what has landed is cached."""
+        if request.core.fetches_only:
+            self._end_fetch(request, cause)
+            return
         self.receives.stop(request, cause)
         self.loads.stop(request)
         self.kv.free(request)
@@ -234,7 +255,9 @@ class Scheduler:
             return
         request, first_tokens = ready
         request.settle_wait(Wait.REMOTE_KV)
-        if not request.core.remote_prefill:
+        if request.core.fetches_only:
+            self._end_fetch(request)
+        elif not request.core.remote_prefill:
             self.waiting.add_ready(request)
         elif request.waits_for:
             self.grammars.hold(request, first_tokens)
@@ -396,6 +419,8 @@ class Scheduler:
             candidates.num_without_room += admitted is Refusal.NO_ROOM
             if isinstance(admitted, PdServeError):
                 self.finisher.fail(request, admitted)
+            elif admitted is Refusal.NOTHING_TO_FETCH:
+                self._end_fetch(request)
             elif not isinstance(admitted, Refusal):
                 request.move_to(RequestStatus.RUNNING)
                 request.mark("scheduled")

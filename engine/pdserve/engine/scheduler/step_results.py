@@ -166,6 +166,7 @@ class StepResults:
         if (
             len(token_ids) != 1
             or request.grammar is not None
+            or request.migrations
             or not request.has_emitted
             or "first_token" not in request.moments
             or token_ids[0] == NO_TOKEN
@@ -219,8 +220,12 @@ class StepResults:
         ended_with: RequestStatus | None,
         logprobs: LogprobsLists | None,
     ) -> None:
-        """Report new tokens of one of a request's sequences, and end it with them if `ended_with` is given."""
-        if ended_with is None or request.core.transfer_source:
+        """Report new tokens of one of a request's sequences, and end it with them if `ended_with` is given, or if it migrates."""
+        if ended_with is None and sequence is request and request.migrates:
+            migration = self._sources.migrate(request)
+            self._outputs.tokens(request, token_ids, None, logprobs, migration=migration)
+            self._finisher.forget(request, RequestStatus.FINISHED_STOPPED)
+        elif ended_with is None or request.core.transfer_source:
             self._outputs.tokens(sequence, token_ids, ended_with, logprobs)
         elif self._sessions.ends_with_turn(request):
             self._finisher.finish(sequence, ended_with, new_token_ids=token_ids, new_logprobs=logprobs)

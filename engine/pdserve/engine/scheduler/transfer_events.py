@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
+from pdserve.common.request.engine_types import Migration
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager, RestingTable
 from pdserve.engine.request import Request, RequestStatus, Wait
@@ -20,6 +23,7 @@ from pdserve.engine.scheduler.kv_messages import (
     KvOutbox,
     Landed,
     Lookup,
+    Migrating,
     Missed,
     Offered,
     ReceiveFailed,
@@ -138,7 +142,8 @@ class KvSendTracker:
 
     A prefill that ends before `Want` *rests*: its blocks are released, so they are cached and later reused. `Want` usually follows
     soon, so the block table is kept without references: if no block that is wanted has been reused when it arrives, all of them are
-    published without computing again; otherwise `Missed` is sent. What another worker looks up in the prefix cache rests as well.
+    published without computing again; otherwise `Missed` is sent. What another worker looks up in the prefix cache rests as well,
+    and so does a sequence that another worker continues.
     """
 
     def __init__(self, kv: KVCacheManager, holds: PinTracker, connector: KvOutbox) -> None:
@@ -153,6 +158,15 @@ class KvSendTracker:
         """Release the blocks of a sequence that ended before `Want`, but keep its table. `forget` follows when its transfer
         ends."""
         self._resting[request.request_id] = self._kv.rest(request)
+
+    def migrate(self, request: Request) -> Migration:
+        """Let the blocks of a sequence that another worker continues rest for that. `forget` follows when its transfer ends."""
+        migration = self._kv.migration(request, without_draft_head=request.migrations[request.index])
+        request.num_given_tokens = migration.num_tokens
+        request.core = msgspec.structs.replace(request.core, without_draft_head=migration.without_draft_head)
+        self.rest(request)
+        self._connector.send(Migrating(request.request_id, request.core.request_id, request.index, migration))
+        return migration
 
     def lookup(self, event: Lookup) -> None:
         """Look up blocks for another worker, and keep where they are: who never asks for them pins nothing."""

@@ -84,6 +84,14 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     """Of blocks from the prefix cache: places from the first that it has; 0: the blocks are a prefill call's."""
 
 
+class MigrationTarget(msgspec.Struct, frozen=True):
+    """The worker that continues a sequence of this one, and the transfer by which it gets the blocks."""
+
+    transfer_id: bytes
+    receiver: PeerId
+    lease_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedRange:
     """Final blocks, in order."""

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.request.wire.step_wire import StepEvent, StepTokens, end_event
+from pdserve.v1 import step_stream_pb2
 from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, StepOutbox
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class StepCall:
         """Set by the servicer: called once, if the router cancels the call before its end."""
         self.on_ended_sequences: Callable[[Sequence[int], int | None], None] = _nothing
         """Set by the servicer: called with sequences whose texts are complete and, of a session, the number of turns before."""
+        self.on_migrate: Callable[[step_stream_pb2.Migrate], None] | None = None
+        """Set by the servicer of a decode call: called with a sequence for another worker to continue. Raises: InvalidRequest."""
         self.on_turn: Callable[[bytes], None] | None = None
         """Set by the servicer of a session: called with each later turn's request, encoded. Raises: PdServeError."""
 

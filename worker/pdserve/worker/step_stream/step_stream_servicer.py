@@ -110,6 +110,11 @@ class _Stream:
             for ended in commands.ended_sequences:
                 if (call := self._calls.get(ended.key)) is not None:
                     call.on_ended_sequences(ended.indexes, ended.turn if ended.HasField("turn") else None)
+            for migration in commands.migrations:
+                if (call := self._calls.get(migration.key)) is not None and call.on_migrate is not None:
+                    call.on_migrate(migration)
+        except InvalidRequest:
+            raise
         except Exception as error:
             log.exception("a message of a step stream failed")
             raise InternalError(f"the worker failed: {type(error).__name__}") from error
@@ -160,6 +165,7 @@ def _verify_counts(commands: step_stream_pb2.StepCommands) -> None:
         ("cancelled", len(commands.cancelled), MAX_COMMANDS),
         ("ended_sequences", ended, MAX_COMMANDS),
         ("turns", len(commands.turns), MAX_COMMANDS),
+        ("migrations", len(commands.migrations), MAX_COMMANDS),
     ):
         if count > limit:
             raise InvalidRequest(f"{field} has {count} entries, a message may have at most {limit}", field)

@@ -59,6 +59,8 @@ class SourceEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     state: SourceState
     cause: RequestFailure | None
     """The error that ended it before its receiver had all blocks."""
+    index: int | None = None
+    """Of the sequence that has migrated; None: the blocks are a prefill call's."""
 
 
 TransferNews = Receiving | BlocksLanded | SourceEnded

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pdserve.common.errors import Draining, InvalidRequest
+from pdserve.common.errors import Draining, InvalidRequest, PdServeError
 from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.rpc import MAX_PEER_CONNECTIONS_PER_ADDRESS, abort_with, bind, make_server
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
@@ -21,12 +21,19 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
-from pdserve.engine.scheduler.kv_messages import OutOfEngine
+from pdserve.engine.scheduler.kv_messages import Migrating, OutOfEngine
 from pdserve.engine.scheduler_output import RequestFailure
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
-from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
+from pdserve.kv_transfer.control.source_transfer import (
+    ExpectedTransfer,
+    LeaseLimits,
+    MigrationTarget,
+    PeerId,
+    SourceResult,
+    SourceTransfer,
+)
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
@@ -43,6 +50,7 @@ from pdserve.worker.transfers.transfer_messages import (
     SourceEnded,
     TransferCounts,
     TransferProperties,
+    typed,
 )
 
 log = logging.getLogger(__name__)
@@ -98,8 +106,10 @@ class WorkerTransfers:
         self._has_begun = False
         self.renewal: asyncio.Task[None] | None = None
         """Renews `tls` until `close`, in a process of the engine's own."""
-        self._sources: dict[str, SourceTransfer] = {}
-        """Request -> its transfer, until the request is released."""
+        self._sources: dict[str, list[SourceTransfer]] = {}
+        """Request -> its transfers, until the request is released."""
+        self._migrating: dict[str, dict[int, MigrationTarget]] = {}
+        """Request -> index of a sequence that another worker is to continue -> where its blocks go."""
         self._receivers: dict[str, ReceiverTransfer] = {}
         """Request -> its transfer, until the engine has nothing of the request any more."""
 
@@ -203,13 +213,48 @@ class WorkerTransfers:
         self.manager.verify_new(request.request_id)
         transfer = self.source_transfers.expect(expected)
         self.manager.source(request, transfer)
-        self._sources[request.request_id] = transfer
+        self._follow(request.request_id, transfer)
+
+    def _follow(self, request_id: str, transfer: SourceTransfer, index: int | None = None) -> None:
+        """Report a transfer's end, and end it with its request. index: of the sequence that has migrated."""
+        self._sources.setdefault(request_id, []).append(transfer)
 
         def ended(over: asyncio.Future[SourceState]) -> None:
             cause = None if transfer.cause is None else RequestFailure.of(transfer.cause)
-            self._side.transfer_event(request.request_id, SourceEnded(over.result(), cause))
+            self._side.transfer_event(request_id, SourceEnded(over.result(), cause, index))
 
         transfer.over.add_done_callback(ended)
+
+    def migrate(self, request_id: str, index: int, receiver: object) -> None:
+        self._migrating.setdefault(request_id, {})[index] = typed(receiver, MigrationTarget)
+
+    def _migrated(self, message: Migrating) -> None:
+        """A sequence has ended for another worker to continue: its blocks can be read."""
+        target = self._migrating.get(message.core_request_id, {}).pop(message.index, None)
+        if target is None:
+            self.manager.forget(message.request_id)  # its call has ended meanwhile
+            return
+        migration = message.migration
+        layout = self._model.layout.moved(without_draft_head=migration.without_draft_head)
+        expected = ExpectedTransfer(
+            target.transfer_id,
+            message.request_id,
+            target.receiver,
+            migration.request_digest,
+            target.lease_s,
+            len(layout.transfer_order(migration.num_tokens)),
+            layout.draft_head,
+        )
+        try:
+            self.manager.verify_new(message.request_id)
+            transfer = self.source_transfers.expect(expected)
+        except PdServeError as error:
+            self.manager.forget(message.request_id)
+            failed = SourceEnded(SourceState.FAILED, RequestFailure.of(error), message.index)
+            self._side.transfer_event(message.core_request_id, failed)
+            return
+        self.manager.send(transfer, SourceResult(migration.num_sent_tokens, (migration.token_id,)))
+        self._follow(message.core_request_id, transfer, message.index)
 
     def _receive(self, request_id: str, source: SourceRef) -> None:
         landed = self.manager.receive(request_id, source)
@@ -228,7 +273,8 @@ class WorkerTransfers:
             self._side.transfer_event(request_id, event)
 
     def released(self, request_id: str) -> None:
-        if (transfer := self._sources.pop(request_id, None)) is not None:
+        self._migrating.pop(request_id, None)
+        for transfer in self._sources.pop(request_id, ()):
             transfer.cancel()
 
     def take_received(self, request_id: str) -> ReceivedBlocks | None:
@@ -240,9 +286,15 @@ class WorkerTransfers:
     def send(self, message: OutOfEngine) -> None:
         """Called by the engine thread; returns at once."""
         try:
-            self._loop.call_soon_threadsafe(self.manager.on_message, message)
+            self._loop.call_soon_threadsafe(self._on_message, message)
         except RuntimeError:
             log.debug("the event loop has closed; %s is lost with the process", type(message).__name__)
+
+    def _on_message(self, message: OutOfEngine) -> None:
+        if isinstance(message, Migrating):
+            self._migrated(message)
+        else:
+            self.manager.on_message(message)
 
     def outputs(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pdserve.common.request.engine_types import EngineCoreOutput
+from pdserve.common.request.engine_types import EngineCoreOutput, Migration
 from pdserve.common.request.wire.messages import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
-from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
 
 def admitted_event(moment: str, arrival_time: float) -> decode_pb2.DecodeEvent:
@@ -22,6 +22,26 @@ def landed_event(num_blocks: int, block_bytes: int, connector: str) -> decode_pb
     """block_bytes: of one block."""
     landed = decode_pb2.Landed(num_blocks=num_blocks, transfer_bytes=num_blocks * block_bytes, connector=connector)
     return decode_pb2.DecodeEvent(landed=landed)
+
+
+def migrating_event(output: EngineCoreOutput, migration: Migration) -> decode_pb2.DecodeEvent:
+    """output: the last one of the sequence."""
+    last = request_pb2.Outputs(
+        index=output.index,
+        first_position=output.first_position + len(output.new_token_ids) - 1,
+        token_ids=[migration.token_id],
+    )
+    computed = prefill_pb2.Computed(
+        num_tokens=migration.num_sent_tokens, request_digest=migration.request_digest, first_outputs=[last]
+    )
+    migrating = decode_pb2.Migrating(
+        index=output.index, computed=computed, without_draft_head=migration.without_draft_head
+    )
+    return decode_pb2.DecodeEvent(migrating=migrating)
+
+
+def migrated_event(index: int, ended: prefill_pb2.Ended) -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(migrated=decode_pb2.Migrated(index=index, ended=ended))
 
 
 def needs_prefill_event(uncached_tokens: int) -> decode_pb2.DecodeEvent:

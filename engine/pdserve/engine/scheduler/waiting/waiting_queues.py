@@ -59,6 +59,7 @@ class Refusal(enum.Enum):
     NO_ENCODER_ROOM = "images of others have the room or the step"
     LOADING = "its blocks are being loaded from the host-memory tier, or come from another worker"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
+    NOTHING_TO_FETCH = "it computes nothing, and what its source has is here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,12 @@ class WaitingQueues:
         cached = self._cached(request)
         if self._is_coming(request, cached):
             return Refusal.LOADING
+        if request.core.fetches_only and not cached.is_fetched:
+            return Refusal.NOTHING_TO_FETCH
         uncached = request.num_tokens - cached.num_known
         lacks_pixels = request.lacks_pixels(request.num_tokens - uncached)
-        if lacks_pixels or self._too_long_for_here(request, uncached):
+        is_refused = lacks_pixels or self._too_long_for_here(request, uncached)
+        if is_refused and not request.core.fetches_only:
             if request.status is RequestStatus.WAITING:
                 refusal = NeedsPrefill(f"{uncached} tokens of the prompt are not cached here")
                 refusal.uncached_tokens = uncached
