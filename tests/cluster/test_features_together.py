@@ -86,15 +86,23 @@ class Together:
     features: tuple[str, ...]
     cluster: Cluster
     expected: Expected
+    moves: bool
+    """Running sequences move between two decode workers all the time."""
 
     @property
     def is_rounded(self) -> bool:
         return any(feature in self.features for feature in ROUNDED)
 
 
+@pytest.fixture(params=[False, True], ids=["stay", "move"])
+def moves(request: pytest.FixtureRequest) -> bool:
+    moves: bool = request.param
+    return moves
+
+
 @pytest.fixture(params=[*TOGETHER, *WITH_GROUPS], ids=lambda features: "-".join(name.strip("`") for name in features))
 def together(
-    request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path: Path
+    request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path: Path, moves: bool
 ) -> Iterator[Together]:
     features: tuple[str, ...] = request.param
     if "NIXL" in features:
@@ -114,18 +122,19 @@ def together(
         if authority is not None:
             cluster.tls = authority.identity().client
         workers = []
-        for role in ("prefill", "decode"):
+        for name in ("prefill", "decode", "decode-1") if moves else ("prefill", "decode"):
             own = authority.issue().flags() if authority is not None else ()
-            workers.append(cluster.launch_worker(role, "--model", str(model), *flags, *own))
+            role = name.removesuffix("-1")
+            workers.append(cluster.launch_worker(role, "--model", str(model), *flags, *own, name=name))
         expected = answers_of(model, features, adapter)
         for worker in workers:
             cluster.wait_for_worker(worker)
         own = authority.issue().flags() if authority is not None else ()
         cluster.start_router(
-            *("--model", str(model), "--local-prefill", "never", *own),
-            prefill=[workers[0].address], decode=[workers[1].address],
+            *("--model", str(model), "--local-prefill=never", f"--rebalance={'always' if moves else 'never'}", *own),
+            prefill=[workers[0].address], decode=[worker.address for worker in workers[1:]],
         )  # fmt: skip
-        yield Together(features, cluster, expected)
+        yield Together(features, cluster, expected, moves)
         cluster.check_pools()
         cluster.check_logs()
 
@@ -166,6 +175,13 @@ async def test_i1_features_together_change_no_answer(together: Together) -> None
             # the prompt may end within a character
             assert re.fullmatch("\ufffd?" + REGEX, answer.text), answer.text
             assert together.is_rounded or answer.token_ids == tokens
+    if together.moves:
+        moved, failed = (
+            together.cluster.metric(together.cluster.router, "pdserve_migrations_total", f'outcome="{outcome}"')
+            for outcome in ("moved", "failed")
+        )
+        assert moved > len(expected.greedy)
+        assert failed <= moved / 10
     check_use(together)
 
 

@@ -278,6 +278,8 @@ class FakeWorker(WorkerServiceServicer):
         self.num_watches = 0
         self.ended_sequences: asyncio.Queue[Ended] = asyncio.Queue()
         self.met: list[worker_pb2.MeetRequest] = []
+        self.num_drains = 0
+        """Times that it was asked to drain; it then says so, and goes on."""
         self.load = worker_pb2.Load(engine_tick=1)
         self.adapters: dict[str, str] = {}
         """Name -> fingerprint; said in the watch before the first load, and with each `report`."""
@@ -385,6 +387,11 @@ class FakeWorker(WorkerServiceServicer):
         """Say in the watch, now, which blocks this worker holds."""
         self.blocks.append(worker_pb2.Blocks(sequence=sequence, stored=stored, removed=removed, cleared=cleared))
         self._changed.set()
+
+    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        self.num_drains += 1
+        self.report(draining=True)
+        return worker_pb2.DrainResponse()
 
     async def Meet(self, request, context):
         self.met.append(request)

@@ -123,6 +123,14 @@ class Unauthenticated(PdServeError):
     """Seconds by which the response should be delayed: addresses that fail repeatedly wait."""
 
 
+class Forbidden(PdServeError):
+    """The client's API key has not the role that the operation needs."""
+
+    code = "forbidden"
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+
+
 class PermissionDenied(PdServeError):
     """A service called another whose methods its certificate's roles do not open."""
 

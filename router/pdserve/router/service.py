@@ -115,6 +115,8 @@ async def run_router(
                 background_task("loop_lag", inference.telemetry.loop_lag.run),
                 background_task("memory", MemoryReturn().run),
             }
+            if settings.rebalance != "never":
+                tasks.add(background_task("rebalancing", inference.rebalancing.run))
             responses = make_response_store(settings, key)
             if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
                 tasks.add(background_task("usage", usage.run))

@@ -137,10 +137,11 @@ class Cluster:
         found: list[str] = _METRICS.findall(service.read_log())
         return found[-1]
 
-    def metric(self, service: Service, name: str) -> float:
-        """A value of `/metrics` without labels."""
+    def metric(self, service: Service, name: str, labels: str = "") -> float:
+        """A value of `/metrics`. labels: all of them, as they are written there."""
         with urllib.request.urlopen(f"{self.metrics_url(service)}/metrics", timeout=HANG_S) as response:
-            found = re.search(rf"^{name} (\S+)$", response.read().decode(), re.MULTILINE)
+            sample = re.escape(f"{name}{{{labels}}}" if labels else name)
+            found = re.search(rf"^{sample} (\S+)$", response.read().decode(), re.MULTILINE)
         assert found is not None, f"no {name}"
         return float(found[1])
 

@@ -42,6 +42,7 @@ class Method(Generic[Req, Res]):
 STEP_STREAM = Method("/pdserve.v1.StepStreamService/Open", step_stream_pb2.StepCommands, step_stream_pb2.StepOutputs)
 ATTACH = Method("/pdserve.v1.KvSourceService/Attach", kv_source_pb2.AttachRequest, kv_source_pb2.AttachEvent)
 MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_pb2.MeetResponse)
+DRAIN = Method("/pdserve.v1.WorkerService/Drain", worker_pb2.DrainRequest, worker_pb2.DrainResponse)
 
 
 class Undecodable:

@@ -46,6 +46,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """The rule that chooses among the workers that can serve a request: `kv_aware` by cached prefix and load."""
     block_moves: Literal["never", "auto", "always"] = "auto"
     """When the worker that computes a prompt reads cached blocks from another one; `auto`: when that is faster."""
+    rebalance: Literal["never", "auto", "always"] = "never"
+    """When running sequences move to another decode worker that does not drain; `auto`: when that makes the slowest streams faster;
+    `always`: one of them every 20 ms, for tests."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
     """After a failed transfer: prefill on decode, on another prefill worker (`remote`), or `fail`."""
     allowed_media_domains: tuple[str, ...] = ()

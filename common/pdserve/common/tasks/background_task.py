@@ -43,6 +43,7 @@ TaskName = Literal[
     "adapters",
     "connections",
     "memory",
+    "rebalancing",
 ]
 """The bounded set of names that logs and metrics show."""
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)

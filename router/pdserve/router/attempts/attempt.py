@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 from pdserve.common.errors import (
@@ -44,6 +45,7 @@ from pdserve.router.attempts.call_events import (
     DecodeCallEvent,
     Ended,
     LandedEvent,
+    Migrating,
     NeedsPrefillEvent,
     Outputs,
     PrefillCallEvent,
@@ -51,6 +53,8 @@ from pdserve.router.attempts.call_events import (
     PromptLogprobs,
     ReceivingEvent,
 )
+from pdserve.router.attempts.call_events import Migrated as MigratedEvent
+from pdserve.router.attempts.migration import Migrated, MigrationSource
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import DecodeCall, PrefillCall
 from pdserve.router.attempts.worker_errors import may_fail_by_itself
@@ -81,9 +85,10 @@ class Attempt:
         timeline: Timeline,
         relay: Callable[[Outputs], bool],
         relay_prompt: Callable[[PromptLogprobs], None] | None = None,
+        source: MigrationSource | None = None,
     ) -> None:
         """relay: receives outputs, per sequence in the order of positions; returns True if the sequence has ended, and raises
-        PdServeError for outputs that contradict earlier ones."""
+        PdServeError for outputs that contradict earlier ones. source: `placement.source`'s call."""
         self.number = number
         self.state = AttemptState.PLACED
         self.request = request
@@ -91,9 +96,16 @@ class Attempt:
         self._timeline = timeline
         self._relay = relay
         self._relay_prompt = relay_prompt
-        self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES) if self._remote else b""
+        self._source = source
+        self._transfer_id = b""
+        if source is not None:
+            self._transfer_id = source.transfer_id
+        elif self._remote:
+            self._transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES)
         self.transfer_bytes = 0
         """Bytes that have landed at the decode worker, by its report."""
+        self.pause_s: float | None = None
+        """Of a sequence of another worker: seconds from its last token there to its first here."""
         self._computed = False
         self._landed = False
         self._awaits_source = False
@@ -101,27 +113,39 @@ class Attempt:
         self._early: list[Outputs] = []
         """Outputs of the decode call from before the first token was known."""
         self._ended_sequences: set[int] = set()
+        """Those that migrate, too."""
+        self._migrating: dict[int, bytes] = {}
+        """Sequences that are to end for another worker to continue -> their transfers."""
+        self._sources: dict[int, MigrationSource] = {}
+        """Those that have."""
+        self._receiver: RemoteWorker | None = None
+        """The worker that is to continue them."""
+        self._has_migrated = False
+        """True after the end of an attempt whose decode call goes on as the source of blocks."""
         self._only_index = request.index if request.is_resumed else None
         self._ended: asyncio.Future[None] | None = None
         self._waits: asyncio.TimerHandle | None = None
         """Ends the attempt, unless something else does before."""
-        self._prefill_call: PrefillCall | None = None
+        self._prefill_call: PrefillCall | MigrationSource | None = None
         self._decode_call: DecodeCall | None = None
-        self._calls: list[PrefillCall | DecodeCall] = []
+        self._calls: list[PrefillCall | MigrationSource | DecodeCall] = []
         """Both, also after `_drop_prefill`."""
         self._reservations: list[LoadReservation] = []
         self._unsubscribe: list[Callable[[], None]] = []
 
     async def run(self) -> None:
-        """Serve the request to its end. Both calls have ended when this returns or raises.
+        """Serve the request to its end. Both calls have ended when this returns or raises, but for `Migrated`.
 
-        Raises: AttemptFailed; PrefillNeeded, if the decode worker did nothing.
+        Raises: AttemptFailed; PrefillNeeded, if the decode worker did nothing; Migrated.
         """
         self._ended = asyncio.get_running_loop().create_future()
         try:
             self._open()
             await self._ended
             self._move(AttemptState.DONE)
+        except Migrated:
+            self._move(AttemptState.DONE)
+            raise
         except asyncio.CancelledError:
             self._move(AttemptState.CANCELLED)
             raise
@@ -134,17 +158,34 @@ class Attempt:
                 # retrieve the result, also after a cancellation
                 self._ended.exception()
 
+    def migrate(self, receiver: RemoteWorker) -> None:
+        """Let the receiver continue the sequences that have not ended, each after its next token; ends the attempt with `Migrated`
+        when the last of them has ended here. No effect on sequences that migrate already."""
+        if self._decode_call is None or self._over:
+            return
+        self._receiver = receiver
+        first = self.request.index if self.request.is_resumed else 0
+        for index in range(first, first + self.request.n):
+            if index not in self._ended_sequences and index not in self._migrating:
+                transfer_id = self._migrating[index] = secrets.token_bytes(TRANSFER_ID_BYTES)
+                self._decode_call.migrate(index, transfer_id, receiver)
+
+    @property
+    def _sender(self) -> RemoteWorker | None:
+        """The worker from which the decode worker gets the prompt's blocks, or that computes without one."""
+        return self.placement.prefill or self.placement.source
+
     @property
     def _remote(self) -> bool:
-        return self.placement.prefill is not None and self.placement.decode is not None
+        return self._sender is not None and self.placement.decode is not None
 
     def _move(self, state: AttemptState) -> None:
         self.state = moved(self.state, state)
 
     def _open(self) -> None:
         """Open both calls at once, so that the decode worker attaches while the prompt waits at the prefill worker."""
-        prefill, decode = self.placement.prefill, self.placement.decode
-        self._move(AttemptState.STREAMING if prefill is None else AttemptState.PREFILLING)
+        prefill, decode, source = self.placement.prefill, self.placement.decode, self._source
+        self._move(AttemptState.STREAMING if self._sender is None else AttemptState.PREFILLING)
         outgoing = OutgoingRequest(self.request)
         shares = self.placement.prefill_share, self.placement.decode_share
         for worker, share in zip((prefill, decode), shares, strict=True):
@@ -155,13 +196,18 @@ class Attempt:
             call = PrefillCall(prefill, outgoing, self.number, self._transfer_id, decode, self.placement.move)
             self._prefill_call = call
             self._calls.append(call)
+        elif source is not None:
+            self._prefill_call = source
+            self._calls.append(source)
+            self._unsubscribe.insert(0, source.worker.subscribe_lost(self._on_lost))
         if decode is not None:
             self._decode_call = DecodeCall(
                 decode,
-                outgoing if prefill is None else outgoing.for_receiver(),
+                outgoing if self._sender is None else outgoing.for_receiver(),
                 self.number,
                 transfer_id=self._transfer_id,
-                source=prefill,
+                source=self._sender,
+                without_draft_head=source is not None and source.without_draft_head,
                 prefill_here=self.placement.prefill_here,
                 local_prefill_tokens=self.placement.local_prefill_tokens,
                 move=self.placement.move if prefill is None else None,
@@ -176,7 +222,8 @@ class Attempt:
         """Cancel both calls; takes effect in this turn of the event loop."""
         self._go_on()
         for call in self._calls:
-            call.cancel()
+            if not (self._has_migrated and call is self._decode_call):
+                call.cancel()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
         for reservation in self._reservations:
@@ -186,6 +233,7 @@ class Attempt:
         """End the attempt; the first cause counts."""
         if self._ended is None or self._ended.done():
             return
+        self._has_migrated = isinstance(failure, Migrated)
         if failure is None:
             self._ended.set_result(None)
         else:
@@ -196,7 +244,7 @@ class Attempt:
     def _end_later(self, seconds: float, error: TransferFailed) -> None:
         """End the attempt because of the source, unless something else happens before; the last call counts."""
         self._go_on()
-        failed = AttemptFailed(error, self.placement.prefill, in_transfer=True)
+        failed = AttemptFailed(error, self._sender, in_transfer=True)
         self._waits = asyncio.get_running_loop().call_later(seconds, self._end, failed)
 
     def _go_on(self) -> None:
@@ -219,18 +267,22 @@ class Attempt:
         try:
             self._on_prefill(event)
         except Exception as error:
-            self._fail(error, self.placement.prefill)
+            self._fail(error, self._sender)
 
     def _prefill_ended(self, failure: CallFailed | None) -> None:
-        worker = self.placement.prefill
+        worker = self._sender
         if failure is None:
-            self._on_prefill_lost(worker, WorkerLost(f"prefill worker {worker} ended its call early"), died=False)
+            self._on_prefill_lost(worker, WorkerLost(f"worker {worker} ended its call early"), died=False)
             return
         if isinstance(failure.error, Draining) and worker is not None:
             worker.refuse_more()
         self._on_prefill_lost(worker, failure.error, failure.died)
 
     def _decode_event(self, event: DecodeCallEvent) -> None:
+        if self._has_migrated:
+            if isinstance(event, MigratedEvent) and (source := self._sources.get(event.index)) is not None:
+                source.ended(event.ended)
+            return
         try:
             self._on_decode(event)
         except Exception as error:
@@ -238,7 +290,10 @@ class Attempt:
 
     def _decode_ended(self, failure: CallFailed | None) -> None:
         worker = self.placement.decode
-        if failure is not None:
+        if self._has_migrated:
+            for source in list(self._sources.values()):
+                source.failed(failure)
+        elif failure is not None:
             self._on_decode_lost(worker, failure)
         elif not self._decode_finished:
             error = WorkerLost(f"decode worker {worker} ended its call before the last token")
@@ -246,6 +301,10 @@ class Attempt:
 
     def _fail(self, error: Exception, worker: RemoteWorker | None) -> None:
         """End the attempt because of an event that a worker sent."""
+        if isinstance(error, DigestMismatch) and self._source is not None:
+            # the sequence itself has been served before: it goes on without its blocks
+            self._end(AttemptFailed(TransferFailed(error.message), worker, in_transfer=True))
+            return
         if isinstance(error, PdServeError):
             self._end(AttemptFailed(error, worker))
             return
@@ -266,27 +325,24 @@ class Attempt:
                     # the receiver's own report may still arrive, and does soon if the source is right
                     self._end_later(
                         LANDED_WITHIN_S,
-                        TransferFailed(
-                            f"prefill worker {self.placement.prefill} released a transfer that has not landed"
-                        ),
+                        TransferFailed(f"worker {self._sender} released a transfer that has not landed"),
                     )
                 self._landed |= event.released
                 if not event.released and self._remote:
-                    error = TransferFailed(
-                        f"prefill worker {self.placement.prefill} gave the transfer up: {event.cause}"
-                    )
-                    self._on_prefill_lost(self.placement.prefill, error, died=False)
+                    error = TransferFailed(f"worker {self._sender} gave the transfer up: {event.cause}")
+                    self._on_prefill_lost(self._sender, error, died=False)
 
     def _on_computed(self, computed: Computed) -> None:
         if self._computed:
             return
         self._computed = True
-        self._reservations[0].computed()
+        if self.placement.prefill is not None:
+            self._reservations[0].computed()
         self._timeline.merge(computed.moments)
         expected = len(self.request.given_token_ids)
         if computed.request_digest != self.request.request_digest or computed.num_tokens != expected:
             raise DigestMismatch(
-                f"prefill worker {self.placement.prefill} computed {computed.num_tokens} tokens of another request, "
+                f"worker {self._sender} computed {computed.num_tokens} tokens of another request, "
                 f"{expected} of this one were requested"
             )
         if self.state is AttemptState.PREFILLING:
@@ -302,6 +358,8 @@ class Attempt:
     def _on_decode(self, event: DecodeCallEvent) -> None:
         match event:
             case Outputs():
+                if self._source is not None and self.pause_s is None:
+                    self.pause_s = time.monotonic() - self._source.ended_at
                 self._go_on()
                 self._reservations[-1].computed()
                 if self.state is AttemptState.PREFILLING:
@@ -329,6 +387,11 @@ class Attempt:
                 self._drop_prefill()
             case NeedsPrefillEvent(uncached_tokens):
                 self._end(PrefillNeeded(uncached_tokens))
+            case Migrating():
+                self._on_migrating(event)
+            case MigratedEvent():
+                if (source := self._sources.get(event.index)) is not None:
+                    source.ended(event.ended)
 
     def _limit_publishing(self) -> None:
         """The source has computed the prompt, and is to publish what it was asked for; each report of the receiver begins anew."""
@@ -336,8 +399,7 @@ class Attempt:
             self._end_later(
                 PUBLISHED_WITHIN_S,
                 TransferFailed(
-                    f"prefill worker {self.placement.prefill} computed the prompt and published no blocks for "
-                    f"{PUBLISHED_WITHIN_S:g} s"
+                    f"worker {self._sender} computed the prompt and published no blocks for {PUBLISHED_WITHIN_S:g} s"
                 ),
             )
 
@@ -356,12 +418,37 @@ class Attempt:
             )
         if not self._relay(outputs) or outputs.index in self._ended_sequences:
             return
-        self._ended_sequences.add(outputs.index)
-        if len(self._ended_sequences) == self.request.n:
-            self._end()
-        elif outputs.finish_reason is None and self._decode_call is not None:
+        self._sequence_ended(outputs.index)
+        if not self._over and outputs.finish_reason is None and self._decode_call is not None:
             # a stop string has ended its text, so decode need not continue it
             self._decode_call.end_sequence(outputs.index)
+
+    def _sequence_ended(self, index: int) -> None:
+        self._ended_sequences.add(index)
+        if len(self._ended_sequences) == self.request.n:
+            migrated = None if self._receiver is None else Migrated(self._sources, self._receiver.key)
+            self._end(migrated if self._sources else None)
+
+    def _on_migrating(self, event: Migrating) -> None:
+        transfer_id, worker = self._migrating.get(event.index), self.placement.decode
+        if transfer_id is None or worker is None or self._over:
+            raise PeerError(f"a worker let sequence {event.index} migrate, which was not asked for")
+        if event.index in self._ended_sequences:
+            return  # a stop string has ended its text
+        self._sources[event.index] = MigrationSource(
+            worker,
+            transfer_id,
+            event.computed,
+            lambda: self._leave_source(event.index),
+            without_draft_head=event.without_draft_head,
+        )
+        self._sequence_ended(event.index)
+
+    def _leave_source(self, index: int) -> None:
+        """A migrated sequence needs nothing of the decode call any more."""
+        self._sources.pop(index, None)
+        if not self._sources and self._decode_call is not None:
+            self._decode_call.cancel()
 
     def _take_early(self) -> None:
         """Relay the decode outputs that arrived before the first token; their errors are not the prefill worker's."""
@@ -400,9 +487,11 @@ class Attempt:
             worker.refuse_more()
         if self._decode_finished:
             return
-        if isinstance(error, TransferFailed) and self._remote:
+        if isinstance(error, DigestMismatch) and self._source is not None:
+            self._fail(error, self._sender)
+        elif isinstance(error, TransferFailed) and self._remote:
             if self._prefill_call is None or self._computed or not may_fail_by_itself(self.request):
-                self._end(AttemptFailed(error, self.placement.prefill, in_transfer=True))
+                self._end(AttemptFailed(error, self._sender, in_transfer=True))
             else:
                 self._awaits_source = False
                 # the source may have refused the request for its content; its own call then has the cause
@@ -414,14 +503,14 @@ class Attempt:
 
     def _on_lost(self, worker: RemoteWorker) -> None:
         error = WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}")
-        if worker is self.placement.prefill:
+        if worker is self._sender:
             self._on_prefill_lost(worker, error, died=True)
         elif not self._decode_finished:
             self._end(_lost(self._decode_call, worker, error, died=True))
 
 
 def _lost(
-    call: PrefillCall | DecodeCall | None,
+    call: PrefillCall | MigrationSource | DecodeCall | None,
     worker: RemoteWorker | None,
     error: PdServeError,
     *,

@@ -71,6 +71,22 @@ class Ended(msgspec.Struct, gc=False):
     moments: Moments
 
 
+class Migrating(msgspec.Struct, gc=False):
+    """A sequence has ended at the decode worker, for another one to continue."""
+
+    index: int
+    computed: Computed
+    """Its first output is the sequence's last token."""
+    without_draft_head: bool
+
+
+class Migrated(msgspec.Struct, gc=False):
+    """The transfer of such a sequence has ended at its source."""
+
+    index: int
+    ended: Ended
+
+
 class NeedsPrefillEvent(msgspec.Struct, gc=False):
     uncached_tokens: int
 
@@ -106,6 +122,8 @@ DecodeCallEvent = (
     | LandedEvent
     | PromptLogprobs
     | Outputs
+    | Migrating
+    | Migrated
     | UnknownEvent
 )
 E = TypeVar("E")
@@ -259,10 +277,7 @@ class PrefillReader(CallReader[prefill_pb2.PrefillEvent, PrefillCallEvent]):
             case "prompt_logprobs":
                 return self._prompt_logprobs(message.prompt_logprobs)
             case "ended":
-                released = message.ended.how == prefill_pb2.Ended.RELEASED
-                how = _ENDS.get(message.ended.how, "ended")
-                cause = f"{how}: {message.ended.cause}" if message.ended.cause else how
-                return Ended(released, cause, moments_from_wire(message.ended.moments))
+                return _ended(message.ended)
             case _:
                 return UnknownEvent()
 
@@ -302,5 +317,26 @@ class DecodeReader(CallReader[decode_pb2.DecodeEvent, DecodeCallEvent]):
                 return LandedEvent(
                     landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
                 )
+            case "migrating":
+                return self._migrating(message.migrating)
+            case "migrated":
+                return Migrated(message.migrated.index, _ended(message.migrated.ended))
             case _:
                 return UnknownEvent()
+
+    def _migrating(self, message: decode_pb2.Migrating) -> Migrating:
+        """Raises: PeerError for other than one token of that sequence."""
+        outputs = message.computed.first_outputs
+        if len(outputs) != 1 or outputs[0].index != message.index or len(outputs[0].token_ids) != 1:
+            raise PeerError(f"a worker let sequence {message.index} migrate without its one last token")
+        # its log-probabilities have come with it
+        self._verify_tokens(outputs[0].first_position, outputs[0].token_ids)
+        last = Outputs(message.index, outputs[0].first_position, list(outputs[0].token_ids))
+        computed = Computed(message.computed.num_tokens, message.computed.request_digest, [last], {})
+        return Migrating(message.index, computed, message.without_draft_head)
+
+
+def _ended(message: prefill_pb2.Ended) -> Ended:
+    how = _ENDS.get(message.how, "ended")
+    cause = f"{how}: {message.cause}" if message.cause else how
+    return Ended(message.how == prefill_pb2.Ended.RELEASED, cause, moments_from_wire(message.moments))

@@ -132,10 +132,8 @@ class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
         """receiver: the only worker that may read the blocks; None with an empty `transfer_id`. move: see `Placement.move`."""
         request = outgoing.request
         reader = PrefillReader(request, worker.identity.vocab_size, is_source=bool(transfer_id))
-        prefill = prefill_pb2.Prefill(transfer_id=transfer_id)
-        if receiver is not None:
-            prefill.receiver.worker_id, prefill.receiver.epoch = receiver.key
-            prefill.receiver.without_draft_head = not worker.identity.layout.has_draft_head_of(receiver.identity.layout)
+        to = None if receiver is None else _receiver(worker, receiver)
+        prefill = prefill_pb2.Prefill(transfer_id=transfer_id, receiver=to)
         is_bulk = _has_large_answer(request)
         fields = {"prefill": prefill, "block_source": block_source(move)}
         super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, **fields)
@@ -150,18 +148,21 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         *,
         transfer_id: bytes,
         source: RemoteWorker | None,
+        without_draft_head: bool = False,
         prefill_here: bool,
         local_prefill_tokens: int | None,
         move: BlockMove | None = None,
     ) -> None:
-        """source: the worker that sends the KV blocks; None to prefill at `worker`. move: see `Placement.move`."""
+        """source: the worker that sends the KV blocks; None to prefill at `worker`. without_draft_head: it sends none of a draft
+        head, even if it has the same one. move: see `Placement.move`."""
         request = outgoing.request
         decode = decode_pb2.Decode(prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens)
         if source is not None:
             decode.source.worker_id, decode.source.epoch = source.key
             decode.source.address = source.identity.attach_address
             decode.source.transfer_id = transfer_id
-            decode.source.without_draft_head = not worker.identity.layout.has_draft_head_of(source.identity.layout)
+            has_same = worker.identity.layout.has_draft_head_of(source.identity.layout)
+            decode.source.without_draft_head = without_draft_head or not has_same
         reader = DecodeReader(request, worker.identity.vocab_size)
         is_bulk = _has_large_answer(request)
         fields = {"decode": decode, "block_source": block_source(move)}
@@ -171,6 +172,18 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         """Request the end of a sequence. Its later outputs are dropped."""
         if self._step_call is not None:
             self._step_call.end_sequence(index)
+
+    def migrate(self, index: int, transfer_id: bytes, receiver: RemoteWorker) -> None:
+        """Request the end of a sequence that the receiver continues; `Migrating` answers, unless its next token is the last."""
+        if self._step_call is not None:
+            self._step_call.migrate(index, transfer_id, _receiver(self._worker, receiver))
+
+
+def _receiver(source: RemoteWorker, receiver: RemoteWorker) -> prefill_pb2.Receiver:
+    """The only worker that may read the blocks."""
+    has_same = source.identity.layout.has_draft_head_of(receiver.identity.layout)
+    worker_id, epoch = receiver.key
+    return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch, without_draft_head=not has_same)
 
 
 class SessionCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):

@@ -23,6 +23,7 @@ from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.answer_parts import AnswersInParts
 from pdserve.router.http_front.debug_http import DebugHttp
 from pdserve.router.http_front.error_response import JSON, error_response, json_response
+from pdserve.router.http_front.fleet_http import FleetHttp
 from pdserve.router.http_front.generation_response import GenerationResponse, asks_for_timeline, call_fields
 from pdserve.router.http_front.openapi import OpenApi
 from pdserve.router.http_front.pooling_http import PoolingHttp
@@ -74,6 +75,7 @@ class HttpFront:
         described = OpenApi()
         routes = [
             *DebugHttp(inference, self._keys).routes,
+            *FleetHttp(inference, self._keys).routes,
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"], name="ping"),
             Route("/ping", self.health, methods=["POST"], name="ping_by_post"),

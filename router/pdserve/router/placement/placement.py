@@ -199,12 +199,16 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Estimates of local and remote prefill, if they were compared."""
     move: BlockMove | None = None
     """Cached blocks of the prompt that the worker that computes it reads from another one."""
+    source: RemoteWorker | None = None
+    """The worker whose sequence `decode` continues; without `prefill`."""
 
     @property
     def kind(self) -> str:
-        """`remote`, `local`, or `prefill-only`."""
+        """`remote`, `local`, `migration` or `prefill-only`."""
         if self.decode is None:
             return "prefill-only"
+        if self.source is not None:
+            return "migration"
         return "local" if self.prefill is None else "remote"
 
     @property
@@ -292,6 +296,19 @@ def place(
     return msgspec.structs.replace(remote, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
 
 
+def place_migration(source: RemoteWorker, decode: Sequence[Candidate], rules: PlacementRules) -> Placement | None:
+    """A decode worker that continues a sequence of another one; None if there is none.
+
+    decode: those that may be chosen.
+    """
+    chosen = choose(
+        [each for each in decode if each.worker is not source and _can_read(each, source)], WorkerRole.DECODE, rules
+    )
+    if chosen is None:
+        return None
+    return Placement(decode=chosen.worker, decode_share=chosen.share(prefills=False, grows=True), source=source)
+
+
 def place_prefill(prefill: Sequence[Candidate], rules: PlacementRules, *, strict: bool = False) -> Placement | None:
     """A prefill worker for a request without tokens to decode, regardless of `local_prefill`; None if there is none."""
     chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
@@ -316,13 +333,12 @@ def choose(
 
 def compatible_prefill_workers(decode: Candidate, prefill: Sequence[Candidate]) -> list[Candidate]:
     """The prefill workers whose KV blocks `decode` can read."""
-    own = decode.worker.identity
-    return [
-        candidate
-        for candidate in prefill
-        if not candidate.worker.identity.layout.differences(own.layout)
-        and works_with(candidate.worker.identity.protocol_version, own.protocol_version)
-    ]
+    return [candidate for candidate in prefill if _can_read(decode, candidate.worker)]
+
+
+def _can_read(reader: Candidate, source: RemoteWorker) -> bool:
+    own, other = reader.worker.identity, source.identity
+    return not other.layout.differences(own.layout) and works_with(other.protocol_version, own.protocol_version)
 
 
 def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estimates:

@@ -20,6 +20,7 @@ from pdserve.router.placement.placement import (
     PlacementRules,
     compatible_prefill_workers,
     place,
+    place_migration,
     place_prefill,
 )
 from pdserve.router.placement.prefix_index import PrefixIndex
@@ -71,6 +72,9 @@ class WorkerSelector:
         data_parallel_rank: int | None = None,
         pooling: PoolingParams | None = None,
         adapter: tuple[str, str] = ("", ""),
+        source: RemoteWorker | None = None,
+        receiver: WorkerKey | None = None,
+        is_plan: bool = False,
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
@@ -78,7 +82,8 @@ class WorkerSelector:
         under this request and have not reconnected.
         sampler_version, data_parallel_rank: preferred; None for no preference. pooling: of a request that generates no text, which
         only needs a prefill worker that serves the task. adapter: name and fingerprint of what both workers must offer; empty for
-        the base model.
+        the base model. source: the worker whose sequence the attempt continues. receiver: the only one that may continue it; None:
+        any. is_plan: the attempt does not follow at once.
         """
         lora_name, fingerprint = adapter
         if num_encoder_tokens:
@@ -115,15 +120,17 @@ class WorkerSelector:
         if pooling is not None:
             prefill, decode = [each for each in prefill if _serves(each.worker, pooling)], []
             candidates = {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
-        placement = (
-            place_prefill(prefill, rules)
-            if pooling is not None
-            else place(max_tokens, prefill=prefill, decode=decode, rules=rules)
-        )
+        if source is not None:
+            allowed = [each for each in decode if receiver in (None, each.worker.key)]
+            placement = place_migration(source, allowed, rules)
+        elif pooling is not None:
+            placement = place_prefill(prefill, rules)
+        else:
+            placement = place(max_tokens, prefill=prefill, decode=decode, rules=rules)
         if placement is None:
             return None
         for role, worker in ((WorkerRole.PREFILL, placement.prefill), (WorkerRole.DECODE, placement.decode)):
-            if worker is not None:
+            if worker is not None and not is_plan:
                 self._turns[role] += 1
                 self._index.routed(worker.key, hashes(worker.identity.layout), now_s)
         decision = RoutingDecision(
@@ -140,7 +147,8 @@ class WorkerSelector:
             candidates=views(WorkerRole.PREFILL, prefill) + views(WorkerRole.DECODE, decode),
             left_out=self._left_out(placement, candidates, blamed, dead, full),
         )
-        self.log.add(decision)
+        if not is_plan:
+            self.log.add(decision)
         return decision
 
     def has_workers(self, *, one_token: bool = False, pooling: PoolingParams | None = None) -> bool:

@@ -19,6 +19,7 @@ from pdserve.router.admission.place import AdmissionLimits, Capacity
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.placement.rebalancing import Rebalancing
 from pdserve.router.placement.worker_selector import WorkerSelector, pooling_workers
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
@@ -75,10 +76,19 @@ class Inference:
         self.selector = WorkerSelector(fleet, index, settings)
         self.preparation = preparation
         self.parsers = AnswerParsers.of(preparation.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        self.rebalancing = Rebalancing(settings.rebalance, lambda: fleet.workers(WorkerRole.DECODE))
         company = Company()
         company.on_left = fleet.look_again
         self._services = RequestServices(
-            self.fleet, self.models, self.selector, self.admission, preparation, DenyList(), company, settings
+            self.fleet,
+            self.models,
+            self.selector,
+            self.admission,
+            preparation,
+            DenyList(),
+            company,
+            self.rebalancing,
+            settings,
         )
         self.telemetry = RouterTelemetry(
             settings,

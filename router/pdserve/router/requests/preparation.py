@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from pdserve.common.block_hash import BlockHasher, placement_hash, request_extras
+from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import (
@@ -19,7 +19,7 @@ from pdserve.common.request.generation_request import (
     verify_data_parallel_rank,
     verify_priority_is_used,
 )
-from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
+from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.admission.held_bytes import HeldBytes
@@ -290,8 +290,7 @@ class Preparation:
             root, last, placed = prompt.request.hash_root, prompt.last_hash, prompt.placement_hashes
         token_ids = request.given_token_ids[len(placed) * layout.block_size :]
         hashes = hasher.extend(last, token_ids, hashed_spans(request.mm_features, len(placed) * layout.block_size))
-        extras = request_extras(request.lora_fingerprint, request.embeds_digest) + images_extras(request.mm_features)
-        digest = hasher.request_digest(last, hashes, token_ids, extras)
+        digest = hasher.request_digest(last, hashes, token_ids, request.digest_extras)
         return HashedRequest(
             msgspec.structs.replace(request, hash_root=root, request_digest=digest),
             [*placed, *map(placement_hash, hashes)],

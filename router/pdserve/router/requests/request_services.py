@@ -8,6 +8,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.attempts.crash_guard import Company, DenyList
+from pdserve.router.placement.rebalancing import Rebalancing
 from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.preparation import Preparation
 from pdserve.router.requests.served_models import ServedModels
@@ -25,6 +26,7 @@ class RequestServices:
     preparation: Preparation
     deny_list: DenyList
     company: Company
+    rebalancing: Rebalancing
     settings: RouterSettings
 
     @property

@@ -22,6 +22,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.attempts.migration import Migrated
 from pdserve.router.placement.placement import Placement
 from pdserve.router.placement.routing_decision import RouteAttribute
 from pdserve.router.telemetry.router_metrics import RouterMetrics
@@ -192,8 +193,10 @@ class PromptTrace:
 
     def attempt(self, number: int, placement: Placement, num_resumed: int = 0) -> AttemptTrace:
         """A trace to enter around an attempt. num_resumed: tokens that the client already has."""
-        self.timeline.begin_attempt()
-        started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
+        started = now_unix_ns()
+        if placement.source is None:
+            self.timeline.begin_attempt()
+            started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
         self.num_attempts += 1
         self.prefill, self.decode = (
             worker.identity.worker_id if worker is not None else "" for worker in (placement.prefill, placement.decode)
@@ -214,6 +217,12 @@ class PromptTrace:
     def sampled_by_other(self) -> None:
         """Count an attempt that continues a sampled text with another sampler version."""
         self._metrics.resumes_with_other_sampler.inc()
+
+    def migrated(self, pause_s: float | None) -> None:
+        """Count a sequence that another worker was to continue. pause_s: until its first token there; None: there was none."""
+        self._metrics.migrations.labels("failed" if pause_s is None else "moved").inc()
+        if pause_s is not None:
+            self._metrics.migration_pause_seconds.observe(pause_s)
 
     def relayed(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
         """Record new tokens of a sequence that were sent to the client."""
@@ -273,7 +282,8 @@ class AttemptTrace:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         cause = None if self._run.finish_reason is not None else _cause_of(error, self._run)
-        self._metrics.attempts.labels("ok" if cause is None else cause.code).inc()
+        outcome = "migrated" if isinstance(error, Migrated) else "ok"
+        self._metrics.attempts.labels(outcome if cause is None else cause.code).inc()
         if self._span is not None:
             now = now_unix_ns()
             self._span.end(min(now, self._run.end_unix_ns(now)), error=cause)
@@ -282,7 +292,7 @@ class AttemptTrace:
 def _cause_of(error: BaseException | None, run: PromptTrace) -> PdServeError | None:
     """The cause of a failed attempt. error: the exception of the attempt."""
     match error:
-        case None:
+        case None | Migrated():
             return None
         case AttemptFailed():
             return error.error

@@ -15,6 +15,9 @@ from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S,
 from pdserve.router.placement.block_moves import MOVE_OUTCOMES
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 
+MIGRATION_OUTCOMES = ("moved", "failed")
+"""The next worker continued it; or it was resumed as after a death."""
+
 
 class RouterMetrics:
     """Metrics of one router."""
@@ -56,6 +59,16 @@ class RouterMetrics:
             "pdserve_errors_total", "Requests that failed, by cause; clients that left are none.", "code"
         )
         self.attempts = count("pdserve_attempts_total", "Attempts, by outcome.", "outcome")
+        self.migrations = count(
+            "pdserve_migrations_total", "Sequences that another decode worker was to continue, by outcome.", "outcome"
+        )
+        for outcome in MIGRATION_OUTCOMES:
+            self.migrations.labels(outcome)
+        self.migration_pause_seconds = seconds(
+            "pdserve_migration_pause_seconds",
+            "From a sequence's last token at one decode worker to its first at the next.",
+            buckets=TOKEN_BUCKETS_S,
+        )
         self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
         self.resumes_with_other_sampler = count(
             "pdserve_resumes_with_other_sampler_total",

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from pdserve.common.errors import PdServeError
+from pdserve.common.errors import NotFound, PdServeError
 from pdserve.common.kv_events import KvEventSink
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.workers.watch import introduce
+from pdserve.router.workers.watch import ask_to_drain, introduce
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 from pdserve.router.workers.worker_watcher import TICK_STILL_S, CompatibilityCheck, WorkerWatcher
 
@@ -173,6 +173,18 @@ class Fleet:
     def _give_up(self, watched: WorkerWatcher) -> None:
         self._introduced.pop(watched.address).cancel()
         self._watched.remove(watched)
+
+    async def drain(self, worker_id: str) -> list[RemoteWorker]:
+        """Have the workers of this name drain; returns them. Raises: NotFound if none is connected; PdServeError of the call."""
+        named = [watched.worker for watched in self._watched if watched.worker is not None]
+        named = [worker for worker in named if worker.identity.worker_id == worker_id]
+        if not named:
+            raise NotFound(f"no worker {worker_id[:100]!r} is connected")
+        for worker in named:
+            await ask_to_drain(worker.channel)
+            worker.refuse_more()
+            log.info("worker %s drains, as asked", worker)
+        return named
 
     def absent(self) -> list[tuple[WorkerRole, str, str]]:
         """(role, worker or its address, reason) of workers that must not get requests."""

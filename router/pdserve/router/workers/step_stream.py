@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -28,7 +28,7 @@ from pdserve.common.request.wire.step_wire import (
     max_step_bytes,
 )
 from pdserve.router.workers.call_failure import CallFailed, next_message, said_by_worker
-from pdserve.v1 import step_stream_pb2
+from pdserve.v1 import prefill_pb2, step_stream_pb2
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=Message)
@@ -61,19 +61,23 @@ class StepStream:
         worker: str,
         max_model_len: int = _ANY_LENGTH,
         max_bytes: int | None = None,
+        on_step: Callable[[int], None] = lambda num_sequences: None,
     ) -> None:
         """worker: name for messages. max_model_len: of the worker, in tokens; bounds what it may send. max_bytes: of a message;
-        None for those of a step stream."""
+        None for those of a step stream. on_step: called with the number of sequences for which a message has tokens."""
         self._channel = channel
         self._worker = worker
         self._max_model_len = max_model_len
         self._max_bytes = max_step_bytes(max_model_len) if max_bytes is None else max_bytes
+        self._on_step = on_step
         self._connection: _Connection | None = None
 
     def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> SubmittedCall:
         """Begin a call. submission: without a key, which it gets here."""
         if self._connection is None or self._connection.has_ended:
-            self._connection = _Connection(self._channel, self._worker, self._max_model_len, self._max_bytes)
+            self._connection = _Connection(
+                self._channel, self._worker, self._max_model_len, self._max_bytes, self._on_step
+            )
         return self._connection.submit(submission, listener)
 
     def close(self) -> None:
@@ -99,6 +103,10 @@ class SubmittedCall:
         """Request the end of a sequence whose text is complete. turn: of a session, the number of turns before."""
         self._connection.end_sequence(self._key, index, turn)
 
+    def migrate(self, index: int, transfer_id: bytes, receiver: prefill_pb2.Receiver) -> None:
+        """Request the end of a sequence that another worker, the receiver of that transfer, continues."""
+        self._connection.migrate(self._key, index, transfer_id, receiver)
+
     def send_turn(self, request: bytes) -> None:
         """Send the next turn of a session. request: encoded."""
         self._connection.send_turn(self._key, request)
@@ -107,7 +115,15 @@ class SubmittedCall:
 class _Connection:
     """One stream, from its first call to its end."""
 
-    def __init__(self, channel: ServiceChannel, worker: str, max_model_len: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        channel: ServiceChannel,
+        worker: str,
+        max_model_len: int,
+        max_bytes: int,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._on_step = on_step
         self._channel = channel
         self._worker = worker
         self._max_model_len = max_model_len
@@ -116,6 +132,7 @@ class _Connection:
         self._listeners: dict[int, StepListener] = {}
         self._unsent: dict[int, step_stream_pb2.Submission] = {}
         self._ended_sequences: list[step_stream_pb2.EndedSequences] = []
+        self._migrations: list[step_stream_pb2.Migrate] = []
         self._turns: dict[int, step_stream_pb2.Turn] = {}
         """Key -> the next turn of that session, of which there is one at a time."""
         self._cancelled: dict[int, None] = {}
@@ -144,6 +161,13 @@ class _Connection:
         """See `SubmittedCall.end_sequence`."""
         if key in self._listeners:
             self._ended_sequences.append(step_stream_pb2.EndedSequences(key=key, indexes=[index], turn=turn))
+            self._has_commands.set()
+
+    def migrate(self, key: int, index: int, transfer_id: bytes, receiver: prefill_pb2.Receiver) -> None:
+        """See `SubmittedCall.migrate`."""
+        if key in self._listeners:
+            migrate = step_stream_pb2.Migrate(key=key, index=index, transfer_id=transfer_id, receiver=receiver)
+            self._migrations.append(migrate)
             self._has_commands.set()
 
     def send_turn(self, key: int, request: bytes) -> None:
@@ -194,14 +218,15 @@ class _Connection:
     def _take(self) -> bytes:
         """Serialize commands that are not sent yet, as many as a message may have: see `step_wire` and `_MESSAGE_BYTES`."""
         ended, self._ended_sequences = self._ended_sequences[:MAX_COMMANDS], self._ended_sequences[MAX_COMMANDS:]
+        migrations, self._migrations = self._migrations[:MAX_COMMANDS], self._migrations[MAX_COMMANDS:]
         cancelled = list(itertools.islice(self._cancelled, MAX_COMMANDS))
         for key in cancelled:
             del self._cancelled[key]
-        commands = step_stream_pb2.StepCommands(ended_sequences=ended, cancelled=cancelled)
+        commands = step_stream_pb2.StepCommands(ended_sequences=ended, cancelled=cancelled, migrations=migrations)
         num_bytes = _move(self._unsent, commands.submissions, MAX_SUBMISSIONS, 0)
         if not self._unsent:
             _move(self._turns, commands.turns, MAX_COMMANDS, num_bytes)
-        if not (self._unsent or self._turns or self._ended_sequences or self._cancelled):
+        if not (self._unsent or self._turns or self._ended_sequences or self._migrations or self._cancelled):
             self._has_commands.clear()
         return commands.SerializeToString()
 
@@ -220,6 +245,7 @@ class _Connection:
         except PeerError as error:
             warn_of(f"worker {self._worker}", error)
             raise
+        self._on_step(len(columns.keys))
         at = 0
         for event in outputs.events:
             self._deliver_tokens(columns, at, event.num_before)

@@ -1,18 +1,18 @@
-"""The router's side of `WorkerService`: a worker's watch stream as plain values, and `Meet`."""
+"""The router's side of `WorkerService`: a worker's watch stream as plain values, `Meet` and `Drain`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.net.rpc import from_rpc_error
-from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
+from pdserve.common.net.service_channel import DRAIN, MEET, Method, ServiceChannel, decoder, readable
 from pdserve.common.request.generation_request import LORA_FINGERPRINT
 from pdserve.common.request.known_adapters import MAX_ADAPTERS, KnownAdapters, read_known_adapters
 from pdserve.common.request.wire.messages import layout_from_wire
@@ -23,7 +23,7 @@ from pdserve.router.workers.announced_identity import verify_identity
 from pdserve.router.workers.worker import WorkerLoad
 from pdserve.v1 import worker_pb2
 
-MEET_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
 _WATCH = "/pdserve.v1.WorkerService/Watch"
 _ROLES = {worker_pb2.ROLE_PREFILL: WorkerRole.PREFILL, worker_pb2.ROLE_DECODE: WorkerRole.DECODE}
 
@@ -99,14 +99,18 @@ async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents | Off
 
 async def introduce(channel: ServiceChannel, peer: WorkerIdentity) -> None:
     """Introduce a peer to the worker at the other end. Raises: PdServeError."""
+    me = worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.attach_address)
+    await _call(channel, MEET, me)
+
+
+async def ask_to_drain(channel: ServiceChannel) -> None:
+    """Have the worker at the other end drain. Raises: PdServeError."""
+    await _call(channel, DRAIN, worker_pb2.DrainRequest())
+
+
+async def _call(channel: ServiceChannel, method: Method[Any, Any], request: Message) -> None:
     try:
-        readable(
-            await channel.unary_unary(
-                MEET,
-                worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.attach_address),
-                timeout=MEET_TIMEOUT_S,
-            )
-        )
+        readable(await channel.unary_unary(method, request, timeout=CALL_TIMEOUT_S))
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
 

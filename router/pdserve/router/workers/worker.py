@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -17,6 +18,7 @@ from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
 from pdserve.common.request.wire.step_wire import max_bulk_bytes
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.router.workers.step_stream import StepStream
+from pdserve.router.workers.step_times import StepTimes
 
 REPORT_LAG_S = 0.25
 """Greatest age of a load report on arrival, seconds: calls that ended within it may still be counted there."""
@@ -88,6 +90,21 @@ _POOLING_CALLS = 64
 refuses calls when too many wait there."""
 
 
+_MIGRATIONS = 4
+"""Sequences that leave a worker at a time, while blocks are read ahead: more would share the same bandwidth."""
+
+
+class Movable(Protocol):
+    """An attempt at a decode worker that another one can continue."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that its sequences have, together."""
+
+    def move(self) -> None:
+        """Begin to move it; no effect if that has begun."""
+
+
 class RemoteWorker:
     """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `RemoteWorker`."""
 
@@ -103,12 +120,17 @@ class RemoteWorker:
         """LoRA adapters that requests may name there."""
         self.channel = channel
         length = identity.max_model_len
-        self.step_stream = StepStream(channel, str(self), length)
+        self.step_times = StepTimes()
+        self.step_stream = StepStream(channel, str(self), length, on_step=self._step_arrived)
         """Calls whose requests and answers are small."""
         self.bulk_stream = StepStream(channel, str(self), length, max_bulk_bytes(length, identity.vocab_size))
         """Calls with large requests or answers, sessions and embeddings, for which nothing in the step stream waits."""
         self.pooling_room = asyncio.Semaphore(_POOLING_CALLS)
         """Taken by each call for an embedding while it is open; the others wait for it."""
+        self.migration_room = asyncio.Semaphore(_MIGRATIONS)
+        """Taken for each sequence that leaves, until its blocks have been read ahead."""
+        self.movable: set[Movable] = set()
+        """Attempts that it decodes; they begin to move when it drains."""
         self.load = load or WorkerLoad()
         self.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         """The last rate that it has reported; 0: none."""
@@ -181,6 +203,9 @@ class RemoteWorker:
         in_use = -(-self.load.blocks_in_use // self.identity.layout.num_groups)
         return self._own.new_blocks + max(0, in_use - self._own_reported.all_blocks)
 
+    def _step_arrived(self, num_sequences: int) -> None:
+        self.step_times.arrived(num_sequences, time.monotonic())
+
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report. The part above this router's own account is the work of other routers."""
         self.load = load
@@ -189,11 +214,18 @@ class RemoteWorker:
         self._own_reported = sum((share for _, share in self._ended_lately), self._own)
         if self.state is not WorkerState.DEAD:
             self.state = WorkerState.DRAINING if load.draining else WorkerState.LIVE
+            self._move_if_draining()
 
     def refuse_more(self) -> None:
         """Set DRAINING at once, before the next load report, because the worker refused a request."""
         if self.state is WorkerState.LIVE:
             self.state = WorkerState.DRAINING
+            self._move_if_draining()
+
+    def _move_if_draining(self) -> None:
+        if self.state is WorkerState.DRAINING:
+            for each in list(self.movable):
+                each.move()
 
     def mark_lost(self, cause: str, *, stalled: bool = False) -> None:
         """Set DEAD and call all subscribers, once. stalled: True if the engine made no progress although the connection works."""

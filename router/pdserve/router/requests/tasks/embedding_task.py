@@ -22,6 +22,7 @@ from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.place import Cost
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.embed_call import Embedded, embed
+from pdserve.router.attempts.migration import MigrationSource
 from pdserve.router.placement.placement import Placement
 from pdserve.router.placement.worker_selector import pooling_workers
 from pdserve.router.requests.preparation import ClientRequest, ServedLimits
@@ -102,7 +103,9 @@ class EmbeddingTask(PlacedTask["array[float]"]):
         self._record.embedded(self._embedded.num_cached_tokens)
         return self._embedded.values
 
-    async def attempt(self, number: int, prepared: GenerationRequest, placement: Placement) -> None:
+    async def attempt(
+        self, number: int, prepared: GenerationRequest, placement: Placement, source: MigrationSource | None
+    ) -> None:
         worker = placement.prefill
         if worker is None:
             raise InternalError("a placement without a prefill worker")

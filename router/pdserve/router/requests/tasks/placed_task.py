@@ -8,6 +8,7 @@ A `PromptTask` generates, an `EmbeddingTask` pools.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -29,6 +30,7 @@ from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.place import Place
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
+from pdserve.router.attempts.migration import Migrated, MigrationSource
 from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
@@ -85,8 +87,11 @@ class PlacedTask(ABC, Generic[T]):
         """Prepare the request, wait for its place, and serve it. Raises: PdServeError."""
 
     @abstractmethod
-    async def attempt(self, number: int, prepared: GenerationRequest, placement: Placement) -> None:
-        """Serve the request, or what is left of it, on these workers. Raises: AttemptFailed, PrefillNeeded."""
+    async def attempt(
+        self, number: int, prepared: GenerationRequest, placement: Placement, source: MigrationSource | None
+    ) -> None:
+        """Serve the request, or what is left of it, on these workers. source: `placement.source`'s call. Raises: AttemptFailed,
+        PrefillNeeded, Migrated."""
 
     @abstractmethod
     def no_worker(self) -> WorkerLost:
@@ -135,11 +140,21 @@ class PlacedTask(ABC, Generic[T]):
 
     async def until_served(self, request: GenerationRequest, retry_state: RetryState) -> None:
         """Run attempts until one serves the request. Raises: PdServeError."""
+        try:
+            await self._until_served(request, retry_state)
+        finally:
+            retry_state.end_migration()
+
+    async def _until_served(self, request: GenerationRequest, retry_state: RetryState) -> None:
         while True:
             started_unix_ns = now_unix_ns()
             number = next(self._numbers)
-            resumed = self._resumed(request, retry_state)
-            decision = await self.place(resumed, number, retry_state)
+            resumed, decision = self._resumed(request, retry_state), None
+            if retry_state.source is not None and (decision := self._look(resumed, number, retry_state)) is None:
+                retry_state.end_migration()
+                resumed = self._resumed(request, retry_state)
+            if decision is None:
+                decision = await self.place(resumed, number, retry_state)
             placement = decision.placement
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
@@ -158,8 +173,15 @@ class PlacedTask(ABC, Generic[T]):
             num_tokens = self.num_output_tokens
             try:
                 with record, self._services.company.serving(self._crash_guard, placement):
-                    await self.attempt(number, record.with_trace_headers(prepared), placement)
+                    await self.attempt(number, record.with_trace_headers(prepared), placement, retry_state.source)
                 return
+            except Migrated as migrated:
+                retry_state.end_migration()
+                if is_sampled:
+                    retry_state.sampler_version = placement.sampler_version
+                if await self._go_on_migrated(request, retry_state, migrated):
+                    return
+                continue
             except PrefillNeeded as needed:
                 retry_state.hint, retry_state.blamed = PlacementHint.REMOTE, frozenset()
                 retry_state.num_uncounted += 1
@@ -168,6 +190,7 @@ class PlacedTask(ABC, Generic[T]):
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
+            retry_state.end_migration()
             if self.num_output_tokens > num_tokens and is_sampled:
                 retry_state.sampler_version = placement.sampler_version
             if (full := failure.refused_by) is not None:
@@ -192,6 +215,10 @@ class PlacedTask(ABC, Generic[T]):
         """The next attempt's request."""
         return request
 
+    async def _go_on_migrated(self, request: GenerationRequest, retry_state: RetryState, migrated: Migrated) -> bool:
+        """Continue sequences at another worker: in attempts of their own; False to continue the only one in the next attempt."""
+        raise InternalError("a request without sequences has migrated")
+
     async def _go_on_apart(self, request: GenerationRequest, retry_state: RetryState) -> bool:
         """After a failed attempt, serve the sequences of the request in attempts of their own; False if they need none."""
         return False
@@ -214,24 +241,31 @@ class PlacedTask(ABC, Generic[T]):
 
     async def place(self, request: GenerationRequest, attempt: int, retry_state: RetryState) -> RoutingDecision:
         """Workers for an attempt, as soon as there are some. Raises: WorkerLost."""
-
-        def look() -> RoutingDecision | None:
-            return self._services.selector.place(
-                self.request_id,
-                attempt,
-                tenant=self._request.client.tenant,
-                hint=retry_state.hint,
-                blamed=retry_state.blamed | self._full.keys,
-                dead=self._crash_guard.unfit,
-                sampler_version=retry_state.sampler_version,
-                adapter=(request.lora_name, request.lora_fingerprint),
-                **self._wanted(request),
-            )
-
+        look = functools.partial(self._look, request, attempt, retry_state)
         while (decision := await self._services.fleet.wait_for_worker(look, self.patience_s)) is None:
             if self._crash_guard.unfit == self._crash_guard.workers:
                 raise self.no_worker()
         return decision
+
+    def _look(
+        self, request: GenerationRequest, attempt: int, retry_state: RetryState, leaving: RemoteWorker | None = None
+    ) -> RoutingDecision | None:
+        """Workers for an attempt. leaving: the one from which the request is to move, later."""
+        source = leaving if retry_state.source is None else retry_state.source.worker
+        return self._services.selector.place(
+            self.request_id,
+            attempt,
+            tenant=self._request.client.tenant,
+            hint=retry_state.hint,
+            blamed=retry_state.blamed | self._full.keys,
+            dead=self._crash_guard.unfit,
+            sampler_version=retry_state.sampler_version,
+            source=source,
+            receiver=retry_state.receiver,
+            is_plan=leaving is not None,
+            adapter=(request.lora_name, request.lora_fingerprint),
+            **self._wanted(request),
+        )
 
     @abstractmethod
     def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
@@ -258,5 +292,7 @@ class PlacedTask(ABC, Generic[T]):
         if key not in self._prepared:
             # a beam search hashes as many requests per step as it has beams
             prompt = self._prepared.get((*key[:2], -1, 0))
+            # a sequence that moves often would leave one for each of its lengths
+            self._prepared = {known: kept for known, kept in self._prepared.items() if known[:3] != key[:3]}
             self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout, prompt)
         return self._prepared[key]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,23 +13,34 @@ import msgspec
 from pdserve.common import timeline as moments
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, WorkerLost
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.place import Cost
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.call_events import Outputs, PromptLogprobs
-from pdserve.router.placement.placement import Placement
+from pdserve.router.attempts.fetch_call import fetch
+from pdserve.router.attempts.migration import Migrated, MigrationSource
+from pdserve.router.placement.placement import BlockMove, Placement
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.tasks.placed_task import PlacedTask
 from pdserve.router.requests.tasks.retry_state import RetryState
+from pdserve.router.requests.tasks.sequence_move import SequenceMove
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
+from pdserve.router.workers.call_failure import CallFailed
+from pdserve.router.workers.worker import RemoteWorker
 from pdserve.text.best_of import best
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.outputs.request_output import CompletionOutput
+
+log = logging.getLogger(__name__)
+
+FETCH_AHEAD_LIMIT_S = 10.0
+"""Seconds within which blocks of a sequence that is to move are copied while it still runs; the rest is copied after it."""
 
 
 class PromptTask(PlacedTask[None]):
@@ -144,24 +158,85 @@ class PromptTask(PlacedTask[None]):
     def num_output_tokens(self) -> int:
         return self.processor.num_output_tokens
 
-    async def attempt(self, number: int, prepared: GenerationRequest, placement: Placement) -> None:
-        attempt = Attempt(number, prepared, placement, self.timeline, self.relay, self._relay_prompt)
-        await attempt.run()
-        self._services.selector.bandwidth.landed(attempt.transfer_bytes, self.timeline)
-        self._services.selector.moves.ended(placement.move, self.timeline)
+    async def attempt(
+        self, number: int, prepared: GenerationRequest, placement: Placement, source: MigrationSource | None
+    ) -> None:
+        # of a sequence that goes on, only the end belongs to the path of its request
+        timeline = self.timeline if source is None else Timeline()
+        attempt = Attempt(number, prepared, placement, timeline, self.relay, self._relay_prompt, source)
+        try:
+            if placement.decode is None:
+                await attempt.run()
+            else:
+                move = functools.partial(self._move, attempt, prepared)
+                with SequenceMove(placement.decode, move, lambda: self.num_output_tokens):
+                    await attempt.run()
+        finally:
+            if source is not None:
+                self._record.migrated(attempt.pause_s)
+                self._services.rebalancing.paused(attempt.pause_s or 0.0)
+        if (finished := timeline.moments_unix_ns.get(moments.DECODE_FINISHED)) is not None:
+            self.timeline.merge({moments.DECODE_FINISHED: finished})
+        self._services.selector.bandwidth.landed(attempt.transfer_bytes, timeline)
+        self._services.selector.moves.ended(placement.move, timeline)
+
+    async def _move(self, attempt: Attempt, prepared: GenerationRequest, worker: RemoteWorker) -> None:
+        """Have another decode worker continue an attempt's sequences: full blocks are copied while tokens flow."""
+        fleet, retry_state = self._services.fleet, RetryState(sampler_version=worker.identity.sampler_version)
+        async with worker.migration_room:
+            plan = functools.partial(self._look, prepared, attempt.number, retry_state, worker)
+            if (decision := await fleet.wait_for(plan, prepared.remaining_s)) is None:
+                return
+            receiver = decision.placement.decode
+            if receiver is not None:
+                await self._fetch_ahead(prepared, worker, receiver)
+                attempt.migrate(receiver)
+
+    async def _fetch_ahead(self, prepared: GenerationRequest, source: RemoteWorker, receiver: RemoteWorker) -> None:
+        """Copy what the source has of a sequence; what does not come is copied when it has ended there."""
+        output = list(self.processor.output_token_ids(prepared.index)) if prepared.n == 1 else []
+        known = msgspec.structs.replace(prepared, output_token_ids=output)
+        request = msgspec.structs.replace(
+            self.hashed(known, receiver.identity.layout).request, sampling_params=SamplingParams(), index=0, n=1
+        )
+        move = BlockMove(
+            source=source, num_blocks=0, base_s=0.0, move_s=0.0, compute_s=None, limit_s=FETCH_AHEAD_LIMIT_S
+        )
+        try:
+            await fetch(receiver, request, next(self._numbers), move)
+        except CallFailed as failure:
+            log.info("request %s: blocks were not copied ahead: %s", self.request_id, failure.error.message)
+
+    async def _go_on_migrated(self, request: GenerationRequest, retry_state: RetryState, migrated: Migrated) -> bool:
+        if self.num_sequences == 1 or retry_state.index is not None:
+            [(_, source)] = migrated.sources.items()
+            retry_state.source, retry_state.receiver = source, migrated.receiver
+            return False
+        states = [
+            msgspec.structs.replace(retry_state, index=index, source=source, receiver=migrated.receiver)
+            for index, source in migrated.sources.items()
+        ]
+        await self._in_attempts_of_their_own(request, states)
+        return True
 
     async def _go_on_apart(self, request: GenerationRequest, retry_state: RetryState) -> bool:
         """Since the sequences now differ, once the client has output of them."""
         if self.num_sequences == 1 or retry_state.index is not None or not self.num_output_tokens:
             return False
+        states = [msgspec.structs.replace(retry_state, index=index) for index in self.processor.unfinished_indices]
+        await self._in_attempts_of_their_own(request, states)
+        return True
+
+    async def _in_attempts_of_their_own(self, request: GenerationRequest, states: Sequence[RetryState]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for index in self.processor.unfinished_indices:
-                    alone = msgspec.structs.replace(retry_state, index=index)
-                    group.create_task(self._attempts_alone(request, alone))
+                for state in states:
+                    group.create_task(self._attempts_alone(request, state))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return True
+        finally:
+            for state in states:  # also of those that were cancelled before they began
+                state.end_migration()
 
     async def _attempts_alone(self, request: GenerationRequest, retry_state: RetryState) -> None:
         try:
@@ -177,6 +252,8 @@ class PromptTask(PlacedTask[None]):
             return request
         index = retry_state.index or 0
         output_token_ids = list(self.processor.output_token_ids(index))
+        if retry_state.source is not None:
+            output_token_ids.pop()  # the source sends it with the blocks of those before
         return msgspec.structs.replace(request, index=index, n=1, output_token_ids=output_token_ids)
 
     def relay(self, outputs: Outputs) -> bool:

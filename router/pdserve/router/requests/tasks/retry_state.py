@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.common.kv_events import WorkerKey
+from pdserve.router.attempts.migration import MigrationSource
 from pdserve.router.placement.placement import PlacementHint
 
 
@@ -19,10 +20,20 @@ class RetryState(msgspec.Struct, kw_only=True):
     """Failed attempts."""
     num_uncounted: int = 0
     """Attempts that decode refused before it did anything."""
+    source: MigrationSource | None = None
+    """The next attempt continues this sequence of another worker."""
+    receiver: WorkerKey | None = None
+    """The worker that is to continue it."""
     num_evictions: int = 0
     """Attempts that ended because other sequences needed the blocks: no failure of a worker."""
     sampler_version: int | None = None
     """Version of the sampler of the last token; None before the first, and for a greedy request, where it does not matter."""
+
+    def end_migration(self) -> None:
+        """The next attempt begins without a source."""
+        if self.source is not None:
+            self.source.cancel()
+        self.source = self.receiver = None
 
     @property
     def sampler_versions(self) -> set[int]:

@@ -1,0 +1,46 @@
+"""`SequenceMove`: an attempt that another decode worker can continue, and the task that moves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pdserve.router.workers.worker import RemoteWorker, WorkerState
+
+
+class SequenceMove:
+    """Use as a context around the attempt: `Movable` of its decode worker."""
+
+    def __init__(
+        self,
+        worker: RemoteWorker,
+        move: Callable[[RemoteWorker], Coroutine[Any, Any, None]],
+        num_output_tokens: Callable[[], int],
+    ) -> None:
+        """move: moves the attempt from this worker; cancelled when the attempt ends. num_output_tokens: as of `Movable`."""
+        self._worker = worker
+        self._num_output_tokens = num_output_tokens
+        self._move = move
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> SequenceMove:
+        self._worker.movable.add(self)
+        if self._worker.state is WorkerState.DRAINING:  # since it was placed
+            self.move()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._worker.movable.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """As of `Movable`."""
+        return self._num_output_tokens()
+
+    def move(self) -> None:
+        """As `Movable.move`."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._move(self._worker), name="move of a sequence")
