@@ -87,6 +87,25 @@ def top(
         run_top(client, interval, once=once)
 
 
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id, as `pdserve top` shows it.")],
+    url: HttpUrl = DEFAULT_HTTP_URL,
+    timeout_s: Annotated[
+        float,
+        typer.Option("--timeout", min=0, metavar="SECONDS", help="Wait so long until it has left; 0: do not wait."),
+    ] = 600.0,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: ClientKeyFile = None,
+) -> None:
+    """Have a worker leave: its running requests move to other workers. The API key, of an operator, is read from
+    PDSERVE_API_KEY."""
+    from pdserve.cli.status.drain_command import run_drain
+
+    with _status_of(url, ca_file, cert_file, key_file) as client:
+        run_drain(client, worker, timeout_s)
+
+
 def trace(
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="A response's id or x-request-id, or the client's own id.")

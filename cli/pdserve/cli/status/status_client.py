@@ -52,13 +52,24 @@ class StatusClient:
         """The router's status. Raises: NotReached if there is no answer, PeerError if it is unusable."""
         return self._get("/debug/status", StatusView)
 
+    def drain(self, worker_id: str) -> None:
+        """Have a worker drain. Raises: NotFound for an unknown one; NotReached if there is no answer, PeerError if refused."""
+        self._ask("POST", f"/workers/{quote(worker_id, safe='')}/drain", httpx.codes.ACCEPTED)
+
     def request(self, request_id: str) -> RequestView:
         """One request. Raises: NotFound for an unknown id; NotReached if there is no answer, PeerError if it is unusable."""
         return self._get(f"/debug/requests/{quote(request_id, safe='')}", RequestView)
 
     def _get(self, path: str, kind: type[T]) -> T:
+        body = self._ask("GET", path, httpx.codes.OK)
         try:
-            with self._client.stream("GET", path) as reply:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"{self._url}{path} did not answer like a pdserve router: {error}") from None
+
+    def _ask(self, method: str, path: str, expected: int) -> bytes:
+        try:
+            with self._client.stream(method, path, json={} if method == "POST" else None) as reply:
                 body = b""
                 for data in reply.iter_bytes():
                     body += data
@@ -66,19 +77,16 @@ class StatusClient:
                         raise PeerError(f"the answer from {self._url} has more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NotReached(f"no router answers at {self._url}: {str(error) or type(error).__name__}") from None
-        if reply.status_code != httpx.codes.OK:
+        if reply.status_code != expected:
             self._refuse(reply.status_code, body)
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise PeerError(f"{self._url}{path} did not answer like a pdserve router: {error}") from None
+        return body
 
     def _refuse(self, status: int, body: bytes) -> None:
         try:
             message = plain(msgspec.json.decode(body, type=_ErrorBody).error.message[:_MAX_MESSAGE_CHARS])
         except msgspec.MsgspecError:
             message = ""
-        if status == httpx.codes.NOT_FOUND and message.startswith("no request "):
+        if status == httpx.codes.NOT_FOUND and message.startswith(("no request ", "no worker ")):
             raise NotFound(message)
         hint = " (PDSERVE_API_KEY)" if status == httpx.codes.UNAUTHORIZED else ""
         raise PeerError(f"{self._url} answers with status {status}{': ' if message else ''}{message}{hint}")
