@@ -82,6 +82,7 @@ def test_openapi_has_every_endpoint_and_every_field_that_is_parsed() -> None:
         *BODIES,
         *FORMS,
         "/ping",
+        "/workers/{worker_id}/drain",
     }
     names = [one["operationId"] for operations in description["paths"].values() for one in operations.values()]
     assert len(set(names)) == len(names)
