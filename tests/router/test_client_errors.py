@@ -58,7 +58,7 @@ def test_every_class_of_error_is_known_to_this_test():
     known = PASSED_ON | {"internal_error", "worker_lost", "draining", "transfer_failed", "digest_mismatch", "evicted"}
     known |= {"needs_prefill", "layout_mismatch", "key_mismatch", "config_error", "unsupported_model"}
     known |= {"clock_skew", "protocol_mismatch", "peer_error", "wrong_worker", "permission_denied"}
-    known |= {"adapter_unavailable"}
+    known |= {"adapter_unavailable", "forbidden"}
     assert set(BY_CODE) <= known, "does its message go out to clients?"
 
 

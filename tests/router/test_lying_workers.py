@@ -124,11 +124,14 @@ CALLS = sorted(name for name in EVENTS if not name.startswith("WatchEvent"))
 LAST = {"DecodeEvent.outputs": ("left out", "finish_reason")}
 
 
+MIGRATION = ("migrating", "migrated")
+
+
 def test_every_event_is_in_the_table():
     """Events that only some requests have are made from the descriptor in `extra_events`."""
     for kind, known in (
         (prefill_pb2.PrefillEvent, {"prompt_logprobs"}),
-        (decode_pb2.DecodeEvent, {"prompt_logprobs", "needs_prefill", "prefilling_locally", "receiving"}),
+        (decode_pb2.DecodeEvent, {"prompt_logprobs", "needs_prefill", "prefilling_locally", "receiving", *MIGRATION}),
         (worker_pb2.WatchEvent, set()),
     ):
         missing = {f"{kind.DESCRIPTOR.name}.{field.name}" for field in kind.DESCRIPTOR.fields} - set(EVENTS)

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError
 from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
+from pdserve.common.net.service_channel import ATTACH, DRAIN, MEET, STEP_STREAM, Method
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ from pdserve.worker.worker import Worker
 from tests.support.inputs.wrong_fields import FEW, Wrong, one_of_each, wrong_messages, wrong_structs
 from tests.support.run.loop_watch import LOOP_S, LoopWatch
 from tests.support.run.waiting import HANG_S
+from tests.support.transfers.worker_call import KEY as CALL_KEY
 from tests.support.transfers.worker_call import Kind, submission
 from tests.support.transfers.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, running_pair
 
@@ -46,6 +47,9 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
     decode = {"session_idle_timeout_s": 0.5}
     folder = tiny_checkpoints("llama")
     async with running_pair(folder, KEY, decode=decode, num_blocks=64, max_model_len=64, **settings) as made:
+        for worker in (made.p, made.d):
+            # one that drains takes no further call
+            worker._watch._drain = lambda: None
         yield made
         for worker in (made.p, made.d):
             await check_at_rest(worker)
@@ -86,6 +90,14 @@ def messages(pair: Pair) -> Table:
     prefill = submission("prefill", of_p, attempt=1, transfer_id=bytes(16), receiver=receiver_of(pair))
     decode = submission("decode", of_d, attempt=1, local_prefill_tokens=60, source=source_of(pair))
     alone = submission("prefill", generation_request(p))
+    fetch = submission("decode", of_d, attempt=2)
+    fetch.fetch.SetInParent()
+    worker_id, epoch = p.identity.key
+    fetch.block_source.CopyFrom(
+        step_stream_pb2.BlockSource(worker_id=worker_id, epoch=epoch, address=p.identity.attach_address, limit_s=1.0)
+    )
+    migration = step_stream_pb2.Migrate(key=CALL_KEY, transfer_id=bytes(16), receiver=receiver_of(pair))
+    migrate = step_stream_pb2.StepCommands(migrations=[migration])
     opening = kv_source_pb2.AttachRequest(
         open=kv_source_pb2.Open(
             transfer_id=bytes(16), source_epoch=p.identity.epoch, receiver=receiver_of(pair), request_digest=bytes(16),
@@ -111,6 +123,9 @@ def messages(pair: Pair) -> Table:
         "decode": (d, STEP_STREAM, [begun(decode)]),
         "session": (d, STEP_STREAM, [session]),
         "next turn": (d, STEP_STREAM, [session, following]),
+        "fetch": (d, STEP_STREAM, [begun(fetch)]),
+        "migrate": (d, STEP_STREAM, [begun(submission("decode", of_d, prefill_here=True)), migrate]),
+        "drain": (d, DRAIN, [worker_pb2.DrainRequest()]),
         "meet": (d, MEET, [worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")]),
         "steps": (p, STEP_STREAM, [steps]),
         "attach": (p, ATTACH, [opening]),
@@ -120,7 +135,7 @@ def messages(pair: Pair) -> Table:
 
 
 NAMES = [
-    "prefill", "embed", "decode", "session", "next turn", "meet", "steps", "attach", "watch",
+    "prefill", "embed", "decode", "session", "next turn", "fetch", "migrate", "drain", "meet", "steps", "attach", "watch",
     *(f"attach: {name}" for name in ("want", "landed", "alive", "release")),
 ]  # fmt: skip
 
@@ -152,11 +167,11 @@ async def call(pair: Pair, worker: Worker, method: Method[Any, Any], raws: list[
     first = raws[0] if raws else b""
     signer = CallSigner(KEY)
     metadata = None if method is WATCH else signer.metadata(method.path, worker.identity.key, first)
-    kind = "unary_unary" if method is MEET else "stream_stream"
-    make: Any = getattr(pair.channel(worker), kind)(method.path)
-    made = make(first if method is MEET else sent(), metadata=metadata, timeout=HANG_S)
+    is_unary = method in (MEET, DRAIN)
+    make: Any = getattr(pair.channel(worker), "unary_unary" if is_unary else "stream_stream")(method.path)
+    made = make(first if is_unary else sent(), metadata=metadata, timeout=HANG_S)
     try:
-        if method is MEET:
+        if is_unary:
             await made
         else:
             async for message in made:
