@@ -1,0 +1,143 @@
+"""Streams whose decode worker drains: their longest pause between two tokens, next to rounds in which nothing drains.
+
+One prefill and two decode workers. A round has several streams, half of them at each decode worker. In every second round one of
+the decode workers drains in the middle of it (`POST /workers/ID/drain`), and is started again afterwards.
+
+Usage: python benchmarks/drain.py [--model demo] [--rounds 10] [--streams 8] [--prompt 600] [--tokens 300] [--set name=value]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import httpx
+from cluster_of_processes import serving
+from conditions import print_conditions
+
+from pdserve.models.model_folder import model_folder
+
+SEED = 5
+START_S = 60.0
+
+
+async def stream(
+    http: httpx.AsyncClient, url: str, prompt: list[int], tokens: int, begun: asyncio.Event
+) -> list[float]:
+    """Seconds between two messages with tokens."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    gaps, last, count = [], 0.0, 0
+    async with http.stream("POST", f"{url}/v1/completions", json=body) as reply:
+        reply.raise_for_status()
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now, found = time.perf_counter(), json.loads(line.removeprefix("data: "))["choices"]
+            new = sum(len(choice.get("token_ids") or ()) for choice in found)
+            if not new:
+                continue
+            count += new
+            if last:
+                gaps.append(now - last)
+            last = now
+            if count >= tokens // 4:
+                begun.set()
+    if count != tokens:
+        raise RuntimeError(f"a stream had {count} tokens of {tokens}")
+    return gaps
+
+
+async def round_of(
+    url: str, options: argparse.Namespace, draw: random.Random, vocabulary: int, name: str
+) -> list[list[float]]:
+    """Gaps of each stream. name: the worker that drains; empty: none."""
+    async with httpx.AsyncClient(timeout=600) as http:
+        begun = [asyncio.Event() for _ in range(options.streams)]
+        prompts = [[draw.randrange(10, vocabulary) for _ in range(options.prompt)] for _ in begun]
+        tasks = [
+            asyncio.create_task(stream(http, url, prompt, options.tokens, event))
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        if name:
+            (await http.post(f"{url}/workers/{name}/drain", json={})).raise_for_status()
+        gaps = await asyncio.gather(*tasks)
+        deadline = time.monotonic() + START_S
+        while name and time.monotonic() < deadline:  # it leaves, and joins again
+            workers = (await http.get(f"{url}/health")).json()["workers"]["decode"]
+            if workers["live"] == 2 and not workers["draining"]:
+                break
+            await asyncio.sleep(0.2)
+        return gaps
+
+
+async def measure(
+    url: str, options: argparse.Namespace, vocabulary: int
+) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
+    draw, found = random.Random(SEED), {"stay": list[list[float]](), "drain": list[list[float]]()}
+    async with httpx.AsyncClient() as http:
+        names = [
+            worker["worker_id"]
+            for worker in (await http.get(f"{url}/debug/status")).json()["workers"]
+            if worker["role"] == "decode"
+        ]
+        for number in range(options.rounds + 1):
+            drains = number % 2 == 0
+            gaps = await round_of(url, options, draw, vocabulary, names[number // 2 % 2] if drains else "")
+            if number:  # the first round warms up
+                found["drain" if drains else "stay"] += gaps
+        text = (await http.get(f"{url}/metrics")).text
+    counts = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith(
+            ("pdserve_migrations_total", "pdserve_attempts_total", "pdserve_migration_pause_seconds_sum")
+        )
+    }
+    return found, counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=600, help="tokens")
+    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
+    parser.add_argument("--set", action="append", default=[], help="a setting, name=value")
+    options = parser.parse_args()
+    folder = model_folder(options.model)
+    config = folder / "config.json"
+    vocabulary = json.loads(config.read_text())["vocab_size"] if config.exists() else 1000
+    flags = ["--prefill", "1", "--decode", "2", *(f"--{setting}" for setting in options.set)]
+    print_conditions()
+    print(
+        f"{options.rounds} rounds of {options.streams} streams, prompts of {options.prompt} tokens, answers of {options.tokens}"
+    )
+    with serving(Path(options.model) if Path(options.model).exists() else folder, flags) as url:
+        found, counts = asyncio.run(measure(url, options, vocabulary))
+    for name, streams in found.items():
+        longest = [max(gaps) * 1e3 for gaps in streams]
+        gap = statistics.median(gap for gaps in streams for gap in gaps) * 1e3
+        print(
+            f"{name:<6} gap p50 {gap:6.1f} ms; longest of a stream: median {statistics.median(longest):6.1f}, "
+            f"p90 {statistics.quantiles(longest, n=10)[-1]:6.1f}, longest of all {max(longest):6.1f}"
+        )
+    for name, count in counts.items():
+        print(f"{name} {count:g}")
+
+
+if __name__ == "__main__":
+    main()
