@@ -29,6 +29,7 @@ def text(source: Harness, target: Harness, request_id: str, name: str, index: in
     return source.answers[source.key(request_id, index)].token_ids + target.answers[name].token_ids
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 5, 8, 13, 14, 15, 16, 17, 37])
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
