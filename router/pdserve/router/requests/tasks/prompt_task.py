@@ -174,7 +174,8 @@ class PromptTask(PlacedTask[None]):
         finally:
             if source is not None:
                 self._record.migrated(attempt.pause_s)
-                self._services.rebalancing.paused(attempt.pause_s or 0.0)
+                if attempt.pause_s is not None:
+                    self._services.rebalancing.paused(attempt.pause_s)
         if (finished := timeline.moments_unix_ns.get(moments.DECODE_FINISHED)) is not None:
             self.timeline.merge({moments.DECODE_FINISHED: finished})
         self._services.selector.bandwidth.landed(attempt.transfer_bytes, timeline)

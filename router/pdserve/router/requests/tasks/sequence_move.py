@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
+
+log = logging.getLogger(__name__)
 
 
 class SequenceMove:
@@ -44,3 +47,9 @@ class SequenceMove:
         """As `Movable.move`."""
         if self._task is None:
             self._task = asyncio.create_task(self._move(self._worker), name="move of a sequence")
+            self._task.add_done_callback(_log_bug)
+
+
+def _log_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a sequence could not be moved", exc_info=error)
