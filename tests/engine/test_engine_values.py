@@ -18,6 +18,7 @@ from pdserve.common.request.engine_types import (
     EngineCoreRequest,
     FinishReason,
     LogprobsLists,
+    Migration,
     ModelRunnerStats,
     SchedulerStats,
     SpecDecodingStats,
@@ -81,7 +82,8 @@ REQUEST: dict[str, Any] = {
     "pooling_params": PoolingParams(normalize=False), "output_token_ids": [3], "eos_token_ids": (1, 2),
     "arrival_time": 1.5, "block_hashes": [b"\x00" * 24, b"\xff" * 24], "hash_root": b"\x80", "remote_prefill": True,
     "transfer_source": True, "without_draft_head": True, "wanted_from": 0,
-    "resumable": True, "prefill_here": True, "local_prefill_tokens": 0,
+    "resumable": True,
+    "fetches_only": True, "prefill_here": True, "local_prefill_tokens": 0,
     "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
     "client_request_id": "mine", "deadline": 2.5,
     "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
@@ -98,6 +100,7 @@ OUTPUT: dict[str, Any] = {
     "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5)], "pooling_output": [0.1, -1e-30],
     "index": 1, "error_field": "top_p", "uncached_tokens": 7, "first_prompt_position": 9, "num_draft_tokens": 8,
     "num_accepted_tokens": 3,
+    "migration": Migration(5, 4, 7, b"d" * 16, True),
 }  # fmt: skip
 
 
