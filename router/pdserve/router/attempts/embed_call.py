@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
 
@@ -13,9 +12,8 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire.messages import moments_from_wire
 from pdserve.router.attempts.call_events import CallReader, Moments, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import WorkerCall, block_source
+from pdserve.router.attempts.worker_calls import WorkerCall, block_source, only_answer
 from pdserve.router.placement.placement import BlockMove
-from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import prefill_pb2
 
@@ -38,29 +36,9 @@ async def embed(
     Raises: CallFailed, also for a vector of another length than requested.
     """
     async with worker.pooling_room:
-        return await _called(worker, request, number, move)
-
-
-async def _called(worker: RemoteWorker, request: GenerationRequest, number: int, move: BlockMove | None) -> Embedded:
-    answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
-
-    def end(failure: CallFailed | None) -> None:
-        if not answer.done():
-            early = CallFailed(PeerError(f"worker {worker} ended a call without an answer"), died=False, is_answer=True)
-            answer.set_exception(failure or early)
-
-    def take(embedded: Embedded) -> None:
-        if not answer.done():
-            answer.set_result(embedded)
-
-    reader = _PoolingReader(request, worker)
-    fields = {"attempt": number, "embed": prefill_pb2.Embed(), "block_source": block_source(move)}
-    call = WorkerCall(worker, OutgoingRequest(request), reader, is_bulk=True, **fields)
-    try:
-        call.follow(take, end)
-        return await answer
-    finally:
-        call.cancel()
+        reader = _PoolingReader(request, worker)
+        fields = {"attempt": number, "embed": prefill_pb2.Embed(), "block_source": block_source(move)}
+        return await only_answer(WorkerCall(worker, OutgoingRequest(request), reader, is_bulk=True, **fields))
 
 
 class _PoolingReader(CallReader[prefill_pb2.PoolingResult, Embedded]):

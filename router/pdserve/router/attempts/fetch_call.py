@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pdserve.common.errors import PeerError
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.router.attempts.call_events import CallReader, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import WorkerCall, block_source
+from pdserve.router.attempts.worker_calls import WorkerCall, block_source, only_answer
 from pdserve.router.placement.placement import BlockMove
-from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import step_stream_pb2
 
@@ -21,25 +18,10 @@ async def fetch(worker: RemoteWorker, request: GenerationRequest, number: int, m
 
     Returns: how many of the tokens it then has. Raises: CallFailed.
     """
-    answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def end(failure: CallFailed | None) -> None:
-        if not answer.done():
-            early = CallFailed(PeerError(f"worker {worker} ended a call without an answer"), died=False, is_answer=True)
-            answer.set_exception(failure or early)
-
-    def take(num_tokens: int) -> None:
-        if not answer.done():
-            answer.set_result(num_tokens)
-
     fields = {"attempt": number, "fetch": step_stream_pb2.Fetch(), "block_source": block_source(move)}
     reader = _FetchedReader(request, worker.identity.vocab_size)
-    call = WorkerCall(worker, OutgoingRequest(request).for_receiver(), reader, is_bulk=True, **fields)
-    try:
-        call.follow(take, end)
-        return await answer
-    finally:
-        call.cancel()
+    outgoing = OutgoingRequest(request).for_receiver()
+    return await only_answer(WorkerCall(worker, outgoing, reader, is_bulk=True, **fields))
 
 
 class _FetchedReader(CallReader[step_stream_pb2.Fetched, int]):
