@@ -110,14 +110,12 @@ class _Stream:
             for ended in commands.ended_sequences:
                 if (call := self._calls.get(ended.key)) is not None:
                     call.on_ended_sequences(ended.indexes, ended.turn if ended.HasField("turn") else None)
-            for migration in commands.migrations:
-                if (call := self._calls.get(migration.key)) is not None and call.on_migrate is not None:
-                    call.on_migrate(migration)
-        except InvalidRequest:
-            raise
         except Exception as error:
             log.exception("a message of a step stream failed")
             raise InternalError(f"the worker failed: {type(error).__name__}") from error
+        for migration in commands.migrations:
+            if (call := self._calls.get(migration.key)) is not None and call.on_migrate is not None:
+                call.on_migrate(migration)
         num_bytes = 0
         for submission in commands.submissions:
             if num_bytes > _TURN_BYTES:
