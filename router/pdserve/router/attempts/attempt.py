@@ -34,6 +34,7 @@ from pdserve.common.errors import (
     TransferFailed,
     WorkerLost,
 )
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline
@@ -114,12 +115,10 @@ class Attempt:
         """Outputs of the decode call from before the first token was known."""
         self._ended_sequences: set[int] = set()
         """Those that migrate, too."""
-        self._migrating: dict[int, bytes] = {}
-        """Sequences that are to end for another worker to continue -> their transfers."""
+        self._migrating: dict[int, tuple[WorkerKey, bytes]] = {}
+        """Sequences that are to end for another worker to continue -> that worker, and their transfers."""
         self._sources: dict[int, MigrationSource] = {}
         """Those that have."""
-        self._receiver: RemoteWorker | None = None
-        """The worker that is to continue them."""
         self._has_migrated = False
         """True after the end of an attempt whose decode call goes on as the source of blocks."""
         self._only_index = request.index if request.is_resumed else None
@@ -163,11 +162,11 @@ class Attempt:
         when the last of them has ended here. No effect on sequences that migrate already."""
         if self._decode_call is None or self._over:
             return
-        self._receiver = receiver
         first = self.request.index if self.request.is_resumed else 0
         for index in range(first, first + self.request.n):
             if index not in self._ended_sequences and index not in self._migrating:
-                transfer_id = self._migrating[index] = secrets.token_bytes(TRANSFER_ID_BYTES)
+                transfer_id = secrets.token_bytes(TRANSFER_ID_BYTES)
+                self._migrating[index] = receiver.key, transfer_id
                 self._decode_call.migrate(index, transfer_id, receiver)
 
     @property
@@ -279,14 +278,14 @@ class Attempt:
         self._on_prefill_lost(worker, failure.error, failure.died)
 
     def _decode_event(self, event: DecodeCallEvent) -> None:
-        if self._has_migrated:
-            if isinstance(event, MigratedEvent) and (source := self._sources.get(event.index)) is not None:
+        if isinstance(event, MigratedEvent):
+            if (source := self._sources.get(event.index)) is not None:
                 source.ended(event.ended)
-            return
-        try:
-            self._on_decode(event)
-        except Exception as error:
-            self._fail(error, self.placement.decode)
+        elif not self._has_migrated:
+            try:
+                self._on_decode(event)
+            except Exception as error:
+                self._fail(error, self.placement.decode)
 
     def _decode_ended(self, failure: CallFailed | None) -> None:
         worker = self.placement.decode
@@ -389,9 +388,6 @@ class Attempt:
                 self._end(PrefillNeeded(uncached_tokens))
             case Migrating():
                 self._on_migrating(event)
-            case MigratedEvent():
-                if (source := self._sources.get(event.index)) is not None:
-                    source.ended(event.ended)
 
     def _limit_publishing(self) -> None:
         """The source has computed the prompt, and is to publish what it was asked for; each report of the receiver begins anew."""
@@ -426,18 +422,17 @@ class Attempt:
     def _sequence_ended(self, index: int) -> None:
         self._ended_sequences.add(index)
         if len(self._ended_sequences) == self.request.n:
-            migrated = None if self._receiver is None else Migrated(self._sources, self._receiver.key)
-            self._end(migrated if self._sources else None)
+            self._end(Migrated(self._sources) if self._sources else None)
 
     def _on_migrating(self, event: Migrating) -> None:
-        transfer_id, worker = self._migrating.get(event.index), self.placement.decode
-        if transfer_id is None or worker is None or self._over:
+        target, worker = self._migrating.get(event.index), self.placement.decode
+        if target is None or worker is None or self._over:
             raise PeerError(f"a worker let sequence {event.index} migrate, which was not asked for")
         if event.index in self._ended_sequences:
             return  # a stop string has ended its text
         self._sources[event.index] = MigrationSource(
             worker,
-            transfer_id,
+            *target,
             event.computed,
             lambda: self._leave_source(event.index),
             without_draft_head=event.without_draft_head,

@@ -26,14 +26,17 @@ class MigrationSource:
     def __init__(
         self,
         worker: RemoteWorker,
+        receiver: WorkerKey,
         transfer_id: bytes,
         computed: Computed,
         leave: Callable[[], None],
         *,
         without_draft_head: bool,
     ) -> None:
-        """leave: called once, after the transfer's end or `cancel`: nothing of the sequence is needed any more."""
+        """receiver: the only worker that may read its blocks. leave: called once, after the transfer's end or `cancel`: nothing of
+        the sequence is needed any more."""
         self.worker = worker
+        self.receiver = receiver
         self.transfer_id = transfer_id
         self.computed = computed
         self.without_draft_head = without_draft_head
@@ -99,8 +102,7 @@ def _ignore(_: object) -> None:
 class Migrated(Exception):
     """The attempt's sequences have ended, some of them for another worker to continue."""
 
-    def __init__(self, sources: Mapping[int, MigrationSource], receiver: WorkerKey) -> None:
-        """sources: by index of the sequence. receiver: the only worker that may read their blocks."""
+    def __init__(self, sources: Mapping[int, MigrationSource]) -> None:
+        """sources: by index of the sequence."""
         super().__init__(f"{len(sources)} sequences migrate")
         self.sources = dict(sources)
-        self.receiver = receiver

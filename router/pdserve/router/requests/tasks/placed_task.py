@@ -251,7 +251,7 @@ class PlacedTask(ABC, Generic[T]):
         self, request: GenerationRequest, attempt: int, retry_state: RetryState, leaving: RemoteWorker | None = None
     ) -> RoutingDecision | None:
         """Workers for an attempt. leaving: the one from which the request is to move, later."""
-        source = leaving if retry_state.source is None else retry_state.source.worker
+        source = retry_state.source
         return self._services.selector.place(
             self.request_id,
             attempt,
@@ -260,8 +260,8 @@ class PlacedTask(ABC, Generic[T]):
             blamed=retry_state.blamed | self._full.keys,
             dead=self._crash_guard.unfit,
             sampler_version=retry_state.sampler_version,
-            source=source,
-            receiver=retry_state.receiver,
+            source=leaving if source is None else source.worker,
+            receiver=None if source is None else source.receiver,
             is_plan=leaving is not None,
             adapter=(request.lora_name, request.lora_fingerprint),
             **self._wanted(request),

@@ -210,11 +210,10 @@ class PromptTask(PlacedTask[None]):
 
     async def _go_on_migrated(self, request: GenerationRequest, retry_state: RetryState, migrated: Migrated) -> bool:
         if self.num_sequences == 1 or retry_state.index is not None:
-            [(_, source)] = migrated.sources.items()
-            retry_state.source, retry_state.receiver = source, migrated.receiver
+            [retry_state.source] = migrated.sources.values()
             return False
         states = [
-            msgspec.structs.replace(retry_state, index=index, source=source, receiver=migrated.receiver)
+            msgspec.structs.replace(retry_state, index=index, source=source)
             for index, source in migrated.sources.items()
         ]
         await self._in_attempts_of_their_own(request, states)

@@ -22,8 +22,6 @@ class RetryState(msgspec.Struct, kw_only=True):
     """Attempts that decode refused before it did anything."""
     source: MigrationSource | None = None
     """The next attempt continues this sequence of another worker."""
-    receiver: WorkerKey | None = None
-    """The worker that is to continue it."""
     num_evictions: int = 0
     """Attempts that ended because other sequences needed the blocks: no failure of a worker."""
     sampler_version: int | None = None
@@ -33,7 +31,7 @@ class RetryState(msgspec.Struct, kw_only=True):
         """The next attempt begins without a source."""
         if self.source is not None:
             self.source.cancel()
-        self.source = self.receiver = None
+            self.source = None
 
     @property
     def sampler_versions(self) -> set[int]:
