@@ -101,7 +101,7 @@ async def _leave(cluster: Cluster, oracle: Oracle) -> None:
 
 
 def asked(draw: random.Random) -> dict[str, Any]:
-    """Parameters of a request, each of which a move could change."""
+    """Parameters of a request whose answer a move could change."""
     return draw.choice(
         [
             {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": draw.choice([None, 2])},
