@@ -63,7 +63,7 @@ def test_pauses_are_no_steps() -> None:
     for now in (0.0, 0.1, 5.0, 5.2):
         times.arrived(3, now)
     times.arrived(0, 5.3)
-    assert (times.weight, times.seconds) == (pytest.approx(1.99), pytest.approx(0.1 * 0.99 + 0.2))
+    assert (times.line.weight, times.line.y) == (pytest.approx(1.99), pytest.approx(0.1 * 0.99 + 0.2))
 
 
 def test_sequences_leave_the_worker_with_the_longest_steps() -> None:

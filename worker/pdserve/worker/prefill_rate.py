@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from pdserve.common.line_fit import LineFit
 
 HALF_LIFE_S = 2.0
 """Half-life of measurements, in seconds spent on prefill."""
@@ -24,41 +25,12 @@ LEAST_SPREAD = 0.05
 """Least spread of step sizes, as variance over the square of their mean, for which a line is fitted."""
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Weighted sums over steps, to which a straight line is fitted."""
-
-    weight: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    tokens_squared: float = 0.0
-    tokens_seconds: float = 0.0
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        keep = 0.5 ** (seconds / HALF_LIFE_S)
-        self.weight = keep * self.weight + 1.0
-        self.tokens = keep * self.tokens + num_tokens
-        self.seconds = keep * self.seconds + seconds
-        self.tokens_squared = keep * self.tokens_squared + num_tokens**2
-        self.tokens_seconds = keep * self.tokens_seconds + num_tokens * seconds
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per token: the line's slope, or the total time per token if sizes differ too little for a line."""
-        all_s = self.seconds / self.tokens
-        spread = self.weight * self.tokens_squared - self.tokens**2
-        if spread <= LEAST_SPREAD * self.tokens**2:
-            return all_s
-        slope = (self.weight * self.tokens_seconds - self.tokens * self.seconds) / spread
-        return min(max(slope, LEAST_SHARE * all_s), all_s)
-
-
 class PrefillRate:
     """A rate fitted to steps with prompt tokens; recent steps weigh more. Decode tokens of a step count as constant cost."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._sums = _Sums()
+        self._sums = LineFit()
         self._measured_at = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
@@ -66,14 +38,23 @@ class PrefillRate:
         if num_tokens <= 0 or seconds <= 0:
             return
         if not self._is_known:
-            self._sums = _Sums()
-        self._sums.add(num_tokens, seconds)
+            self._sums = LineFit()
+        self._sums.add(num_tokens, seconds, 0.5 ** (seconds / HALF_LIFE_S))
         self._measured_at = self._clock()
 
     @property
     def tokens_per_s(self) -> float:
         """Prompt tokens per second; 0 if unknown."""
-        return 1.0 / self._sums.token_s if self._is_known else 0.0
+        return 1.0 / self._token_s if self._is_known else 0.0
+
+    @property
+    def _token_s(self) -> float:
+        """Seconds per token: the line's slope, or the total time per token if sizes differ too little for a line."""
+        sums = self._sums
+        all_s = sums.y / sums.x
+        if sums.spread <= LEAST_SPREAD * sums.x**2:
+            return all_s
+        return min(max(sums.slope, LEAST_SHARE * all_s), all_s)
 
     @property
     def _is_known(self) -> bool:

@@ -102,7 +102,7 @@ class Rebalancing:
         for count in range(1, most + 1):
             left = source.step_times.predicted_s(here - count, costs[0]) or 0.0
             # one without steps so far is thought to be like the source
-            times = target.step_times if target.step_times.weight else source.step_times
+            times = target.step_times if target.step_times.are_known else source.step_times
             joined = times.predicted_s(there + count, costs[1]) or 0.0
             gain = before - max(left, joined)
             if found is None or gain > found.gain_s:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pdserve.common.line_fit import LineFit
 
 _KEPT = 0.99
 """Weight of older steps with each new one."""
@@ -14,14 +16,10 @@ _LEAST_VARIANCE = 0.25
 
 @dataclass
 class StepTimes:
-    """Decayed sums over the steps of one worker, or of several."""
+    """The steps of one worker, or of several."""
 
-    weight: float = 0.0
-    num: float = 0.0
-    """Sequences."""
-    seconds: float = 0.0
-    num_squared: float = 0.0
-    product: float = 0.0
+    line: LineFit = field(default_factory=LineFit)
+    """Seconds over sequences."""
     _last_at: float | None = None
 
     def arrived(self, num_sequences: int, now_s: float) -> None:
@@ -32,36 +30,27 @@ class StepTimes:
 
     def add(self, num_sequences: int, seconds: float) -> None:
         """Count a step."""
-        self.weight = self.weight * _KEPT + 1
-        self.num = self.num * _KEPT + num_sequences
-        self.seconds = self.seconds * _KEPT + seconds
-        self.num_squared = self.num_squared * _KEPT + num_sequences * num_sequences
-        self.product = self.product * _KEPT + num_sequences * seconds
+        self.line.add(num_sequences, seconds, _KEPT)
 
     def with_steps_of(self, other: StepTimes) -> StepTimes:
-        """The sums of both."""
-        return StepTimes(
-            self.weight + other.weight,
-            self.num + other.num,
-            self.seconds + other.seconds,
-            self.num_squared + other.num_squared,
-            self.product + other.product,
-        )
+        """The steps of both."""
+        return StepTimes(self.line.with_pairs_of(other.line))
+
+    @property
+    def are_known(self) -> bool:
+        """True after the first step."""
+        return self.line.weight > 0
 
     @property
     def per_sequence_s(self) -> float | None:
         """Seconds by which a further sequence makes a step longer; None if its steps do not show it."""
-        if not self.weight:
+        if not self.are_known or self.line.spread < _LEAST_VARIANCE * self.line.weight**2:
             return None
-        mean = self.num / self.weight
-        variance = self.num_squared / self.weight - mean * mean
-        if variance < _LEAST_VARIANCE:
-            return None
-        return max(0.0, (self.product / self.weight - mean * self.seconds / self.weight) / variance)
+        return max(0.0, self.line.slope)
 
     def predicted_s(self, num_sequences: int, per_sequence_s: float) -> float | None:
         """Seconds of a step with so many sequences; None before the first step."""
-        if not self.weight:
+        if not self.are_known:
             return None
-        at_mean = self.seconds / self.weight
-        return max(0.0, at_mean + per_sequence_s * (num_sequences - self.num / self.weight))
+        line = self.line
+        return max(0.0, line.y / line.weight + per_sequence_s * (num_sequences - line.x / line.weight))
