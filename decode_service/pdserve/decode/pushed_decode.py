@@ -29,7 +29,6 @@ from pdserve.worker.engine_client import EngineClient, Landing, RequestStream, S
 from pdserve.worker.source_reader import verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.call_stats import CallStats
-from pdserve.worker.transfers.ended_wire import ended_to_wire
 
 
 class PushedDecode:
@@ -143,7 +142,7 @@ class PushedDecode:
 
     def _migrated(self, index: int, end: SourceEnd) -> None:
         if not self._has_ended:
-            self._call.event(migrated_event(index, ended_to_wire(end)))
+            self._call.event(migrated_event(index, end.state.name, end.cause))
             self._sequence_ended()
 
     def _cancel(self) -> None:

@@ -30,6 +30,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire.messages import (
     block_source_from_wire,
+    ended_to_wire,
     moments_to_wire,
     outputs_to_wire,
     prompt_logprobs_to_wire,
@@ -42,7 +43,6 @@ from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.source_reader import SourceReader, verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
-from pdserve.worker.transfers.ended_wire import REPORTED, ended_to_wire
 from pdserve.worker.worker import Worker
 
 _MOMENTS = {
@@ -102,10 +102,11 @@ class PrefillServicer:
                     yield prefill_pb2.PrefillEvent(computed=_computed(request, outputs))
                 if transfer is not None:
                     end = await stream.source_ended
-                    if end.cause is not None and end.state not in REPORTED:
+                    ended = ended_to_wire(end.state.name, end.cause)
+                    if end.cause is not None and not ended.how:
                         raise end.cause
                     record.lease_lost = end.cause
-                    yield prefill_pb2.PrefillEvent(ended=ended_to_wire(end))
+                    yield prefill_pb2.PrefillEvent(ended=ended)
         finally:
             self.engine.release(stream, record.close)
 

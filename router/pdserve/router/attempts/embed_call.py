@@ -12,7 +12,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire.messages import moments_from_wire
 from pdserve.router.attempts.call_events import CallReader, Moments, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import WorkerCall, block_source, only_answer
+from pdserve.router.attempts.worker_calls import WorkerCall, block_source
 from pdserve.router.placement.placement import BlockMove
 from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import prefill_pb2
@@ -38,7 +38,7 @@ async def embed(
     async with worker.pooling_room:
         reader = _PoolingReader(request, worker)
         fields = {"attempt": number, "embed": prefill_pb2.Embed(), "block_source": block_source(move)}
-        return await only_answer(WorkerCall(worker, OutgoingRequest(request), reader, is_bulk=True, **fields))
+        return await WorkerCall(worker, OutgoingRequest(request), reader, is_bulk=True, **fields).only_answer()
 
 
 class _PoolingReader(CallReader[prefill_pb2.PoolingResult, Embedded]):

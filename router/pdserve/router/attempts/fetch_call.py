@@ -6,7 +6,7 @@ from pdserve.common.errors import PeerError
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.router.attempts.call_events import CallReader, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import WorkerCall, block_source, only_answer
+from pdserve.router.attempts.worker_calls import WorkerCall, block_source
 from pdserve.router.placement.placement import BlockMove
 from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import step_stream_pb2
@@ -21,7 +21,7 @@ async def fetch(worker: RemoteWorker, request: GenerationRequest, number: int, m
     fields = {"attempt": number, "fetch": step_stream_pb2.Fetch(), "block_source": block_source(move)}
     reader = _FetchedReader(request, worker.identity.vocab_size)
     outgoing = OutgoingRequest(request).for_receiver()
-    return await only_answer(WorkerCall(worker, outgoing, reader, is_bulk=True, **fields))
+    return await WorkerCall(worker, outgoing, reader, is_bulk=True, **fields).only_answer()
 
 
 class _FetchedReader(CallReader[step_stream_pb2.Fetched, int]):

@@ -40,7 +40,7 @@ class WorkerCall(Generic[M, E]):
         self, worker: RemoteWorker, outgoing: OutgoingRequest, reader: CallReader[M, E], *, is_bulk: bool, **fields: Any
     ) -> None:
         """is_bulk: use the bulk stream whatever the size of the request. fields: those of `Submission`."""
-        self.worker = worker
+        self._worker = worker
         self._reader = reader
         self._submission = Submission(request=outgoing.data, **fields)
         is_bulk = is_bulk or len(outgoing.data) > MAX_STEP_REQUEST_BYTES
@@ -53,13 +53,32 @@ class WorkerCall(Generic[M, E]):
     def follow(self, on_event: Callable[[E], None], on_end: Callable[[CallFailed | None], None]) -> None:
         """Open the call. on_end: called once and last, unless the call is cancelled; None: it has ended well. Neither raises."""
         self._on_event, self._on_end = on_event, on_end
-        size, limit = len(self._submission.request), self.worker.identity.max_request_bytes
+        size, limit = len(self._submission.request), self._worker.identity.max_request_bytes
         if size <= limit:
             self._step_call = self._stream.submit(self._submission, self)
         else:
             # a message that is too large would end the stream
             error = BodyTooLarge(f"the request has {size} bytes for the workers, at most {limit} are possible")
             asyncio.get_running_loop().call_soon(self.ended, CallFailed(error, died=False))
+
+    async def only_answer(self) -> E:
+        """Open a call that has one event, which is returned; the call is over then. Raises: CallFailed."""
+        answer: asyncio.Future[E] = asyncio.get_running_loop().create_future()
+
+        def take(event: E) -> None:
+            if not answer.done():
+                answer.set_result(event)
+
+        def end(failure: CallFailed | None) -> None:
+            if not answer.done():
+                early = PeerError(f"worker {self._worker} ended a call without an answer")
+                answer.set_exception(failure or CallFailed(early, died=False, is_answer=True))
+
+        try:
+            self.follow(take, end)
+            return await answer
+        finally:
+            self.cancel()
 
     def cancel(self) -> None:
         """End the call at both ends; sent in this turn of the event loop or the next. Nothing of it is reported any more."""
@@ -83,7 +102,7 @@ class WorkerCall(Generic[M, E]):
         """See `StepListener`."""
         self.has_answered = True
         try:
-            event = self._reader.read_bytes(message, f"worker {self.worker}")
+            event = self._reader.read_bytes(message, f"worker {self._worker}")
         except PeerError as error:
             self._fail(error)
         else:
@@ -97,30 +116,10 @@ class WorkerCall(Generic[M, E]):
             self._on_end(failure and self._reader.believed(failure))
 
     def _fail(self, error: PeerError) -> None:
-        warn_of(f"worker {self.worker}", error)
+        warn_of(f"worker {self._worker}", error)
         if self._step_call is not None:
             self._step_call.cancel()
         self.ended(CallFailed(error, died=False, is_answer=True))
-
-
-async def only_answer(call: WorkerCall[M, E]) -> E:
-    """The one event of a call that has no other; the call ends before this returns or raises. Raises: CallFailed."""
-    answer: asyncio.Future[E] = asyncio.get_running_loop().create_future()
-
-    def end(failure: CallFailed | None) -> None:
-        if not answer.done():
-            early = PeerError(f"worker {call.worker} ended a call without an answer")
-            answer.set_exception(failure or CallFailed(early, died=False, is_answer=True))
-
-    def take(event: E) -> None:
-        if not answer.done():
-            answer.set_result(event)
-
-    try:
-        call.follow(take, end)
-        return await answer
-    finally:
-        call.cancel()
 
 
 def _has_large_answer(request: GenerationRequest) -> bool:
@@ -196,7 +195,7 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     def migrate(self, index: int, transfer_id: bytes, receiver: RemoteWorker) -> None:
         """Request the end of a sequence that the receiver continues; `Migrating` answers, unless its next token is the last."""
         if self._step_call is not None:
-            self._step_call.migrate(index, transfer_id, _receiver(self.worker, receiver))
+            self._step_call.migrate(index, transfer_id, _receiver(self._worker, receiver))
 
 
 def _receiver(source: RemoteWorker, receiver: RemoteWorker) -> prefill_pb2.Receiver:

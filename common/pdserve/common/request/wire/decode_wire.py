@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import EngineCoreOutput, Migration
-from pdserve.common.request.wire.messages import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.request.wire.messages import (
+    ended_to_wire,
+    moments_to_wire,
+    outputs_to_wire,
+    prompt_logprobs_to_wire,
+)
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
 
@@ -40,8 +46,10 @@ def migrating_event(output: EngineCoreOutput, migration: Migration) -> decode_pb
     return decode_pb2.DecodeEvent(migrating=migrating)
 
 
-def migrated_event(index: int, ended: prefill_pb2.Ended) -> decode_pb2.DecodeEvent:
-    return decode_pb2.DecodeEvent(migrated=decode_pb2.Migrated(index=index, ended=ended))
+def migrated_event(index: int, state: str, cause: PdServeError | None) -> decode_pb2.DecodeEvent:
+    """state, cause: as in `ended_to_wire`."""
+    migrated = decode_pb2.Migrated(index=index, ended=ended_to_wire(state, cause))
+    return decode_pb2.DecodeEvent(migrated=migrated)
 
 
 def needs_prefill_event(uncached_tokens: int) -> decode_pb2.DecodeEvent:

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from pdserve.common.errors import PeerError
+from pdserve.common.errors import PdServeError, PeerError
 from pdserve.common.kv_layout import BlockShape, KvLayout
 from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.timeline import to_unix_ns
-from pdserve.v1 import kv_source_pb2, request_pb2, step_stream_pb2
+from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2
 
 _FINISH_TO_WIRE = {reason: request_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+_ENDED_TO_WIRE = dict(prefill_pb2.Ended.How.items())
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
@@ -113,6 +114,12 @@ def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[s
 
 MAX_MOMENTS = 64
 MAX_MOMENT_NAME_CHARS = 64
+
+
+def ended_to_wire(state: str, cause: PdServeError | None) -> prefill_pb2.Ended:
+    """state: a name of `SourceState`; those that `Ended.How` lacks are failures, or the router's own doing."""
+    how = _ENDED_TO_WIRE.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
+    return prefill_pb2.Ended(how=how, cause="" if cause is None else cause.message)
 
 
 def moments_to_wire(moments_monotonic_s: Mapping[str, float]) -> list[request_pb2.Moment]:
