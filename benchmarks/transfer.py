@@ -35,8 +35,8 @@ from conditions import conditions
 from raw_reads import BareSockets, Memcpy, RawNixl, SocketSource
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.security.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
 from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
-from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector

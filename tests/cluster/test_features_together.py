@@ -18,7 +18,7 @@ from pdserve.v1 import request_pb2
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import make_windowed_model
-from tests.support.models.features import GROUPS, TOGETHER, WITH_GROUPS, settings_of
+from tests.support.models.features import GROUPS, TIERS, TOGETHER, WITH_GROUPS, settings_of
 from tests.support.models.lora_adapters import make_adapter
 from tests.support.processes.cluster_processes import Cluster, running_cluster
 from tests.support.processes.inference_client import InferenceClient
@@ -112,7 +112,8 @@ def together(
     adapter = make_adapter(tmp_path / "adapter", model, seed=1, spread=0.3)
     settings = {"connector": "tcp"} | COMMON | settings_of(features)
     settings["num_blocks"] = 256
-    if "kv_host_mib" in settings:  # a pool that holds two of the prompts
+    if TIERS in features:  # a pool that holds two of the prompts
+        settings["kv_disk_path"] = str(tmp_path / "disk")
         settings["num_blocks"] = 9 if has_groups else 20
     if "enable_lora" in settings:
         settings["lora_modules"] = f"own={adapter}"
@@ -189,8 +190,9 @@ def check_use(together: Together) -> None:
     """Each feature was in use, and not merely switched on."""
     cluster, features = together.cluster, together.features
     prefill, decode = (cluster.services[role] for role in ("prefill", "decode"))
-    if "`kv_host_mib`" in features:
+    if TIERS in features:
         assert cluster.metric(decode, "pdserve_kv_host_blocks_loaded_total") > 0
+        assert cluster.metric(decode, "pdserve_kv_store_blocks_written_total") > 0
     if "`speculative_config`" in features:
         assert cluster.metric(decode, "pdserve_spec_decode_num_draft_tokens_total") > 0
     connector = "nixl" if "NIXL" in features else "tcp"

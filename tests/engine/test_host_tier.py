@@ -198,7 +198,8 @@ def test_i13_an_abort_keeps_blocks_and_slots_until_the_load_has_ended(make_engin
     held = engine.hold_loads()
     engine.add(prompt_of(30), "a")
     engine.step()
-    num_blocks = len(next(iter(held.held.values()))[0])
+    [[by_shape]] = [load.kv_loads.values() for load in held.held.values()]
+    num_blocks = len(by_shape[0])
     engine.core.abort_request("a")
     assert engine.scheduler.pool.num_in_use == engine.scheduler.holds.num_quarantined == num_blocks > 0
     assert engine.core.has_work

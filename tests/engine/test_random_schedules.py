@@ -5,7 +5,8 @@ with a grammar that comes late, in any order, after the request's end, or cannot
 that end elsewhere, sources that give up, transfers wanted late or never, events late and twice, holds that come back in
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
 known, in every third seed drafts, right and wrong ones, in three seeds of four host-memory tiers, whose loads end late and in any
-order. In some lives the engines read cached blocks from each other, and these reads fail at any moment.
+order. In some lives there are stores below these, which give up blocks, fail to keep them, and answer with anything. In some the
+engines read cached blocks from each other, and these reads fail at any moment.
 Some models have a window. Others have several KV cache groups, with windows, chunks or a state per sequence, or one of states, with
 blocks of one shape or of several. Others have a draft head, which drafts or is only filled, and which one engine of some lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
@@ -34,6 +35,7 @@ from tests.support.engine.drafters import (
 from tests.support.engine.engine_harness import Answer, Harness, MakeEngine, specs_of
 from tests.support.engine.engine_invariants import CacheContents, StepInvariants
 from tests.support.engine.engine_pair import Pair
+from tests.support.engine.faulty_store import faulty_store, lies
 from tests.support.engine.hash_model import HEAD, STATE, Chunk, Window, greedy_answer, sampled_answer, windows_of
 from tests.support.engine.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
@@ -81,8 +83,10 @@ class Life:
         shapes: Sequence[int] = (),
         *,
         reads: bool = False,
+        stores: bool = False,
     ) -> None:
-        """shapes: of the blocks of each KV cache group; empty: one. reads: the engines read cached blocks from each other."""
+        """shapes: of the blocks of each KV cache group; empty: one. reads: the engines read cached blocks from each other. stores:
+        they have stores below host memory, and what they asked is asked again."""
         self.window, self.shapes = window, shapes
         self.has_head = HEAD in windows_of(window)
         self.draw = draw = random.Random(seed)
@@ -99,8 +103,9 @@ class Life:
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
-        self.has_tiers = seed % 4 > 0
+        self.has_tiers = stores or seed % 4 > 0
         self.tier_draw = random.Random(seed)
+        self.has_stores = stores
         self.num_loads = 0
         self.num_loaded = Counter[int]()
         """Shape -> blocks loaded from the tiers."""
@@ -156,6 +161,9 @@ class Life:
         num_shapes = max(shapes, default=0) + 1
         if self.has_tiers:
             fields["num_host_blocks"] = tuple(self.tier_draw.choice([1, 5, 20, 60]) for _ in range(num_shapes))
+        if self.has_stores:
+            fields["num_host_blocks"] = tuple(self.tier_draw.choice([2, 8]) for _ in range(num_shapes))
+            fields["store"] = self.tier_draw.choice([2000, 1 << 20])
         grammars = LateCompiler()
         self.compilers.append(grammars)
         fields["grammar_timeout_s"] = 3600.0  # a grammar's turn comes when the life says so, on a busy machine too
@@ -176,6 +184,9 @@ class Life:
         elif engine.config.speculative_config is not None:
             use_drafter(engine, drafter)
         engine.grammar_wait_s = 0.0  # nobody but the life itself brings them
+        if self.has_stores:
+            store = faulty_store(engine)
+            wrong = [*lies(self.tier_draw).values()]
         held = engine.hold_loads() if self.has_tiers else None
         invariants = StepInvariants(engine)
         step = engine.step
@@ -183,8 +194,15 @@ class Life:
         def checked_step() -> None:
             self.num_early_kv += engine.scheduler.grammars.num_landed > 0
             self._compile(grammars)
+            if self.has_stores:
+                store.fault = self.tier_draw.choice(wrong) if self.tier_draw.random() < 0.2 else None
+                store.loses_writes = self.tier_draw.random() < 0.1
             if held is not None:
-                held.release([load_id for load_id in held.held if self.tier_draw.random() < 0.3])
+                ends = {
+                    copy_id: self.tier_draw.random() < (0.3 if copy.kv_loads else 0.8)
+                    for copy_id, copy in held.held.items()
+                }
+                held.release([copy_id for copy_id, is_over in ends.items() if is_over])
                 self.num_loads += held.take_num_begun()
                 self.num_loaded += held.num_loaded
                 held.num_loaded.clear()
@@ -264,6 +282,9 @@ class Life:
             text, last = draw.choice(self.asked[-4:])
             prompt = text[: draw.randint(16, 33)] + [draw.randrange(60) for _ in range(draw.randint(0, 3))]
             reader = "p" if last == "d" else "d"
+        if self.has_stores and self.asked and draw.random() < 0.7:
+            text, reader = draw.choice(self.asked[-12:])
+            prompt = text[: draw.randint(16, 33)] + [draw.randrange(60) for _ in range(draw.randint(0, 3))]
         length = draw.randint(3, 28)
         fields: dict[str, Any] = {"params": {"max_tokens": length}, "priority": draw.choice([-1, 0, 0, 3])}
         width = self.widths[request_id] = draw.choice([1, 1, 1, 1, 2, min(3, self.d.config.max_num_seqs)])
@@ -301,11 +322,13 @@ class Life:
         if width > self.p.config.max_num_seqs:
             at = "d"
         if is_remote:
-            self.pair.add(prompt, request_id, fetches=bool(reader), **fields)
+            self.pair.add(prompt, request_id, fetches=self.reads and bool(reader), **fields)
         else:
-            fields |= {"prefill_here": draw.random() < 0.5, "fetches": bool(reader)}
+            fields |= {"prefill_here": draw.random() < 0.5, "fetches": self.reads and bool(reader)}
             self.pair.add_local(at, prompt, request_id, **fields)
-        if self.reads and width == 1:  # several sequences share an entry of a draft head that belongs to one of them
+        if (
+            self.reads or self.has_stores
+        ) and width == 1:  # several sequences share an entry of a draft head that belongs to one of them
             self.asked.append((prompt + answers[0], "d" if is_remote else at))
 
     def _end_one(self) -> None:
@@ -369,21 +392,31 @@ def live(
     shapes: Sequence[int] = (),
     *,
     reads: bool = False,
+    stores: bool = False,
 ) -> Life:
     try:
         with pytest.MonkeyPatch.context() as patch:
+            # the hash model is faster than a disk: its blocks would not be read
+            patch.setattr("pdserve.engine.scheduler.scheduler.Scheduler._compute_s", lambda self, num_tokens: None)
             if seed % 10:
                 # remote requests are placed although running ones will need their blocks; two that need one more for their next
                 # token may fill the pool and never run, which is likely where that token needs a block and a state
                 growth = int(STATE in windows_of(window))
                 patch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", growth)
-            life = Life(make_engine, seed, window, shapes, reads=reads)
+            life = Life(make_engine, seed, window, shapes, reads=reads, stores=stores)
             life.live(num_requests)
             life.check()
     except BaseException as error:
         error.add_note(f"seed {seed}, {num_requests} requests, window {window}, shapes {shapes}")
         raise
     return life
+
+
+def dismiss(harnesses: list[Harness]) -> None:
+    """Close the engines of a life, so that not all lives' threads are there at the end."""
+    for harness in harnesses:
+        harness.core.executor.close()
+    harnesses.clear()
 
 
 def live_with_windows(
@@ -396,7 +429,7 @@ def live_with_windows(
         for engine in (life.p, life.d):
             num_preemptions += engine.scheduler.num_preemptions
             num_null += engine.scheduler.kv.num_freed_behind_window
-        harnesses.clear()
+        dismiss(harnesses)
     assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
     assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
 
@@ -413,7 +446,7 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
         num_loads += life.num_loads
         num_form_drafts += life.num_form_drafts
         num_evictions += sum(len(attempts) - 1 for attempts in life.pair.attempts.values())
-        harnesses.clear()
+        dismiss(harnesses)
     assert num_preemptions > 10, "too roomy to show anything"
     assert num_preemptions + num_evictions > 20, "too roomy to show anything"
     assert num_loads > 10, "too roomy to show anything"
@@ -480,7 +513,7 @@ def test_i2_i3_i4_i6_i13_i14_lives_with_several_shapes(
         window, shapes = models[seed % len(models)]
         life = live(make_engine, seed, 12, window=window, shapes=shapes)
         num_loaded += life.num_loaded
-        harnesses.clear()
+        dismiss(harnesses)
     assert min(num_loaded[shape] for shape in range(3)) > 5, "too roomy to show anything"
 
 
@@ -514,7 +547,7 @@ def test_i2_i3_i4_i6_i13_i14_i15_lives_that_read_from_each_other(
             receives = engine.scheduler.receives
             num_fetched += receives.num_fetched_tokens
             num_failed += receives.num_fetch_tokens - receives.num_fetched_tokens
-        harnesses.clear()
+        dismiss(harnesses)
     assert num_landed > len(seeds) // 2, "too few blocks are read to show anything"
     assert num_fetched > 2 * len(seeds), "too few tokens are read to show anything"
     assert num_failed > 2 * len(seeds), "too few reads fail to show anything"
@@ -562,7 +595,7 @@ def test_i2_i3_i4_i5_i6_i13_i14_lives_with_a_draft_head(
             num_preemptions += engine.scheduler.num_preemptions
             if engine.has_draft_head and (stats := engine.scheduler.drafts.stats) is not None:
                 num_accepted += stats.num_accepted_tokens
-        harnesses.clear()
+        dismiss(harnesses)
     assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
     assert num_read > 100 * len(seeds), "too few entries are read to show anything"
     assert num_accepted > 10 * len(seeds), "too few drafts to show anything"
@@ -574,3 +607,38 @@ def test_i2_i3_i4_i5_i6_i13_i14_lives_with_a_draft_head(
 )
 def test_i2_i3_i4_i6_i13_long_lives(make_engine: MakeEngine, seed: int) -> None:
     live(make_engine, seed, 80)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(13_000, 13_012),
+        *(pytest.param(range(first, first + 30), marks=pytest.mark.slow) for first in range(14_000, 14_120, 30)),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
+def test_i2_i3_i4_i6_i13_i14_i15_lives_with_stores(
+    make_engine: MakeEngine, harnesses: list[Harness], seeds: range
+) -> None:
+    """What a store answers is right, or it is not there."""
+    models: Sequence[tuple[Window, tuple[int, ...]]] = (
+        (None, ()),
+        (9, ()),
+        ((None, STATE), (0, 1)),
+        ((None, 5, STATE), (0, 1, 2)),
+        ((None, Chunk(8), 7), (0, 1, 0)),
+        ((None, 9, HEAD), (0, 1, 2)),
+    )
+    num_read = num_failed = num_lost = 0
+    for seed in seeds:
+        window, shapes = models[seed % len(models)]
+        life = live(make_engine, seed, 20, window, shapes, stores=True)
+        for engine in (life.p, life.d):
+            store = engine.scheduler.pool.store
+            assert store is not None
+            num_read, num_failed = num_read + store.num_read, num_failed + store.num_failed
+            num_lost += store.num_lost
+        dismiss(harnesses)
+    assert num_read > len(seeds), "too roomy to show anything"
+    assert num_failed > len(seeds) // 4, "too few faults to show anything"
+    assert num_lost > 10 * len(seeds), "too roomy to show anything"

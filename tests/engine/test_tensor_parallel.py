@@ -16,7 +16,9 @@ import torch
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.ranks.rank_messages import SampleTokens
+from pdserve.engine.ranks.rank_messages import SampleTokens, StoreOptions
+from pdserve.engine.runner.pool.disk_store import DiskStore
+from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.engine.scheduler_output import GrammarOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import mask_bytes
@@ -46,10 +48,25 @@ def make_ranked(harnesses: list[Harness]) -> Iterator[Make]:
     """`make_ranked(folder, size, ...)`; after the test all ranks have the same sequences."""
     made: list[RankedHarness] = []
 
-    def make(folder: Path, size: int = 2, grammars: Any = None, processors: Any = None, **fields: Any) -> RankedHarness:
-        config = EngineConfig(**({"block_size": 4, "num_blocks": 64, "max_model_len": 128} | fields))
+    def make(
+        folder: Path,
+        size: int = 2,
+        grammars: Any = None,
+        processors: Any = None,
+        store: StoreOptions | None = None,
+        **fields: Any,
+    ) -> RankedHarness:
+        fields = {
+            "block_size": 4,
+            "num_blocks": 64,
+            "max_model_len": 128,
+            "has_block_store": store is not None,
+        } | fields
+        config = EngineConfig(**fields)
         ranks = RankThreads(folder, config, size)
-        harness = RankedHarness(config, ranks.decoder, ranks.kv_cache, VOCAB_SIZE, grammars, processors, ranks=ranks)
+        harness = RankedHarness(
+            config, ranks.decoder, ranks.kv_cache, VOCAB_SIZE, grammars, processors, ranks=ranks, store=store
+        )
         harness.ranks = ranks
         made.append(harness)
         harnesses.append(harness)
@@ -233,6 +250,44 @@ def test_i1_ranks_load_their_parts_of_blocks_from_main_memory(
     tier = two.scheduler.pool.tier
     assert tier is not None
     assert tier.num_loaded > 20
+
+
+@pytest.mark.parametrize("fault", ["", "one rank loses all", "one rank loses some", "one rank is slow"])
+def test_i1_ranks_read_their_parts_of_blocks_from_the_store(
+    fault: str,
+    tiny_checkpoints: Callable[..., Path],
+    make_ranked: Make,
+    make_real_engine: Callable[..., Harness],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block is there if all ranks have it."""
+    monkeypatch.setattr(Scheduler, "_compute_s", lambda self, num_tokens: None)
+    real_read, slow = DiskStore.read, threading.Event()
+
+    def read(store: DiskStore, name: bytes, into: memoryview) -> int | None:
+        if "rank1" in str(store._folder):
+            slow.wait(0.02 if fault == "one rank is slow" else 0)
+            if fault == "one rank loses all" or (fault == "one rank loses some" and name[0] % 32 == 0):
+                return None
+        return real_read(store, name, into)
+
+    monkeypatch.setattr(DiskStore, "read", read)
+    draw, folder = random.Random(0), tiny_checkpoints("llama")
+    given = {"block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 6}
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(20, 40))] for _ in range(6)]
+    one = make_real_engine(folder, num_blocks=200, **given)
+    expected = [one.ask(prompt, params={"max_tokens": 8}).token_ids for prompt in prompts]
+    options = StoreOptions(str(tmp_path), 1 << 24, bytes(32))
+    two = make_ranked(folder, num_blocks=24, num_host_blocks=(12,), store=options, **given)
+    for _ in range(40):
+        place = draw.randrange(len(prompts))
+        assert two.ask(prompts[place], params={"max_tokens": 8}).token_ids == expected[place]
+    store = two.scheduler.pool.store
+    assert store is not None
+    assert store.num_written > 20
+    assert (store.num_failed > 0) is fault.startswith("one rank loses")
+    assert (store.num_read > 20) is (fault != "one rank loses all")
 
 
 def test_four_ranks_with_two_kv_heads_have_each_head_twice(

@@ -53,6 +53,8 @@ BLOCKS_OF_GROUPS, NUM_GROUPS = 16, 4
 """Memory of all layers, and the groups of the model with windows: the pool has 64 blocks, of which the longest sequence has 40."""
 DRAFTS = {"num_speculative_tokens": 3, "disable_by_batch_size": 6}
 """None while many sequences run; they are of the model itself, and so nearly always right, or of its draft head."""
+DISK = (*HOST_TIER, "kv_disk_gib=0.1", "kv_disk_path={folder}/disk")
+WRITTEN = "pdserve_kv_store_blocks_written_total"
 LOADED = "pdserve_kv_host_blocks_loaded_total"
 ACCEPTED = "pdserve_spec_decode_num_accepted_tokens_total"
 OF_PARTS = (*WAYS, PART_KILLED, PART_STOPPED)
@@ -67,7 +69,7 @@ class Run:
     at_once: int = 1
     placement: Sequence[str] = ()
     settings: Sequence[str] = ()
-    """Given to all workers."""
+    """Given to all workers; `{folder}` is a folder of the run."""
     adapters: Sequence[str] = ()
     drafts: bool = False
     model: str = "llama"
@@ -83,8 +85,8 @@ class Run:
     """Requests whose texts depend on whether a token was prefilled or decoded: sums in another order change roundings to 8 bits,
     and log-probabilities of this model by up to 0.12."""
 
-    def flags(self, model: Path, worker: str) -> list[str]:
-        settings = [f"connector={self.connector}", *self.settings]
+    def flags(self, model: Path, worker: str, folder: Path) -> list[str]:
+        settings = [f"connector={self.connector}", *(setting.format(folder=folder) for setting in self.settings)]
         if self.model == "windows":
             settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
@@ -114,6 +116,7 @@ RUNS = {
     "tcp-remote-two": Run(3, at_once=2, placement=ALL_REMOTE, num_rounds=15),
     "nixl-two": Run(4, "nixl", at_once=2, num_rounds=15),
     "tcp-remote-tier": Run(5, placement=ALL_REMOTE, settings=HOST_TIER, num_rounds=15, used=(LOADED,)),
+    "tcp-tier-disk": Run(27, settings=DISK, num_rounds=15, used=(LOADED, WRITTEN)),
     "adapters": Run(5, adapters=_NAMES, num_rounds=15),
     "adapters-remote-two": Run(6, at_once=2, placement=ALL_REMOTE, adapters=_NAMES, num_rounds=15),
     "drafts": Run(7, drafts=True, used=(ACCEPTED,)),
@@ -176,7 +179,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     ways = OF_PARTS if run.parts else WAYS
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         for name in WORKERS:
-            flags = ["--model", model, *FLAGS, *run.flags(base, name), *PIECES.get(name, ()), *lora]
+            flags = ["--model", model, *FLAGS, *run.flags(base, name, tmp_path), *PIECES.get(name, ()), *lora]
             cluster.launch_worker(role_of(name), *flags, name=name)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:

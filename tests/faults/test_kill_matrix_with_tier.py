@@ -1,4 +1,4 @@
-"""The kill matrix with pools of two prompts and a host-memory tier behind them: loads, preemptions and transfers at once."""
+"""The kill matrix with pools of two prompts, host memory for four, and a disk for all: loads, preemptions and transfers at once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
-SMALL_POOL = ("--num-blocks=30", "--kv-host-mib=8")
+SMALL_POOL = ("--num-blocks=30", "--kv-host-mib=1", "--kv-disk-gib=0.05")
 """The matrix's requests have up to 14 blocks each."""
 
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, *SMALL_POOL) as made:
+    disk = f"--kv-disk-path={tmp_path_factory.mktemp('disk')}"
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, *SMALL_POOL, disk) as made:
         yield made
+        workers = [service for service in made.cluster.services.values() if service.role != "router"]
+        counts = {
+            name: sum(made.cluster.metric(worker, f"pdserve_kv_store_blocks_{name}_total") for worker in workers)
+            for name in ("written", "read", "failed")
+        }
+    assert counts["written"] > 0, counts
+    assert counts["read"] > 0, counts
 
 
 @pytest.mark.parametrize("phase", PHASES)

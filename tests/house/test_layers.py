@@ -55,7 +55,7 @@ FLOORS = {
     "kv_transfer": (
         {"control", "make_connectors"}, {"connector_set", "landing_ring", "nixl", "tcp"}, {"heads", "pull"}, {"connector"},
         {"memory"},
-        {"block_digest", "event_thread", "totals"},
+        {"event_thread", "totals"},
     ),
     "worker": (
         {"worker_process"}, {"worker"}, {"engine_process"}, {"fetch_servicer", "telemetry", "worker_servicer"},

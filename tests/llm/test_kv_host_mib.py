@@ -1,7 +1,10 @@
-"""`kv_host_mib` in `LLM`: prompts that left the pool come back from host memory, with the same texts."""
+"""`kv_host_mib` and `kv_disk_path` in `LLM`: prompts that left the pool come back from a tier, with the same texts."""
 
 from __future__ import annotations
 
+import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +38,55 @@ def test_texts_are_those_without_it() -> None:
     assert stats["num_host_blocks_stored"] >= sum(stats["num_host_blocks_used"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_texts_come_back_from_a_disk_after_a_restart(tmp_path: Path, ranks: int) -> None:
+    disk: dict[str, Any] = {
+        "kv_host_mib": 1,
+        "kv_disk_path": str(tmp_path),
+        "kv_disk_gib": 0.01,
+        "tensor_parallel_size": ranks,
+    }
+    with LLM("demo", dtype="float32", **TINY) as llm:
+        expected = ask(llm)
+    for life in range(2):
+        with LLM("demo", dtype="float32", **TINY, **disk) as llm:
+            assert ask(llm) == expected
+            stats = llm.llm_engine.client.utility("get_stats")
+            core_of(llm).scheduler.check(idle=not core_of(llm).has_work)
+        # the first prompts of the second life are those of the first
+        assert stats["num_store_blocks_read"] >= 6 * life
+        assert stats["num_store_blocks_failed"] == 0
+        assert stats["num_store_blocks_written"] > 0 or life > 0
+    [folder] = [path for path in tmp_path.rglob("*") if (path / "lock").exists()]
+    assert {path.name for path in folder.iterdir()} == {"lock", *(f"rank{rank}" for rank in range(ranks))}
+
+
+def test_two_engines_share_a_folder(tmp_path: Path) -> None:
+    disk: dict[str, Any] = {"kv_host_mib": 1, "kv_disk_path": str(tmp_path), "kv_disk_gib": 0.01}
+    with LLM("demo", **TINY, **disk), LLM("demo", **TINY, **disk):
+        assert len([*tmp_path.rglob("lock")]) == 2
+    with LLM("demo", **TINY, **disk):
+        assert len([*tmp_path.rglob("lock")]) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"kv_disk_gib": -1.0}, "kv_disk_gib is -1.0, at least 0 is needed"),
+        ({"kv_disk_gib": math.nan}, "kv_disk_gib is nan, at least 0 is needed"),
+        ({"kv_disk_gib": 1.0}, "kv_disk_gib is 1.0, and kv_disk_path is missing"),
+        ({"kv_disk_path": " ", "kv_disk_gib": 1.0}, "kv_disk_path is given, but blank"),
+        ({"kv_disk_path": "/tmp"}, "kv_disk_path is '/tmp', and kv_disk_gib is missing"),
+        ({"kv_disk_path": "/tmp", "kv_disk_gib": 1.0}, "kv_disk_path is '/tmp', and kv_host_mib is 0"),
+        (
+            {"kv_disk_path": "/proc/nothing", "kv_disk_gib": 1.0, "kv_host_mib": 1},
+            "kv_disk_path /proc/nothing: No such file or directory",
+        ),
+        (
+            {"kv_disk_path": str(Path(tempfile.gettempdir()) / "pdserve-disk"), "kv_disk_gib": 1e6, "kv_host_mib": 1},
+            "kv_disk_gib is 1000000.0, which takes 1024000000 MiB, and .* has room for",
+        ),
         ({"kv_host_mib": -1}, "kv_host_mib is -1"),
         ({"kv_host_mib": 1, "enable_prefix_caching": False}, "kv_host_mib is 1 and enable_prefix_caching is false"),
         (

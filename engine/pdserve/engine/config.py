@@ -58,6 +58,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_host_blocks: BlockCounts = ()
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses, by shape; empty: there is none."""
+    has_block_store: bool = False
+    """True if there is a `BlockStore` below it."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: only by order of arrival."""
     long_prefill_token_threshold: int = 0
@@ -111,6 +113,8 @@ class EngineConfig:
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")
+        if self.has_block_store and not self.num_host_blocks:
+            raise ValueError("has_block_store is True, which needs num_host_blocks")
 
     @property
     def num_blocks_by_shape(self) -> tuple[int, ...]:

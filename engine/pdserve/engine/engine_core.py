@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -62,11 +62,13 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         logits_processors: LogitsProcessors | None = None,
         adapters: Adapters | None = None,
+        stored_names: Collection[bytes] = (),
     ) -> None:
         """heartbeat: advanced at each step, and by the executor before each call that computes layers.
 
         grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
-        requests may name; default: none. adapters: None without LoRA.
+        requests may name; default: none. adapters: None without LoRA. stored_names: of the blocks that
+        the store has from before.
         """
         self.config = config
         self.vocab_size = vocab_size
@@ -75,7 +77,9 @@ class EngineCore:
         self.has_computed = False
         """True if the last step computed something; running sequences may all wait for blocks."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
+        self.scheduler.pool.know_stored(stored_names)
         self.adapters = adapters
+        self._stored_names = stored_names
         self.profile = StepProfile(config.profile_interval_s, config.profile_steps)
         self.verifier = RequestVerifier(
             max_model_len=config.max_model_len,
@@ -184,7 +188,7 @@ class EngineCore:
         result of a step is awaited before the step after the next is launched, no more than one is ahead.
         """
         step, self._ahead = self._ahead, None
-        self._take_loads(0.0)
+        self._take_copies(0.0)
         if step is None:
             step = self.begin_step()
         ahead = self._launch_ahead(step)
@@ -219,21 +223,18 @@ class EngineCore:
         return kv_written
 
     def _copy_blocks(self, scheduled: SchedulerOutput) -> None:
-        """Queue the copies between pool and host-memory tier; then transfers may write into the blocks reserved for them."""
-        has_copies = scheduled.kv_stores or scheduled.kv_loads
-        self.scheduler.receives.send_reserved(self.executor.copy_blocks(scheduled) if has_copies else None)
+        """Queue the copies between the tiers; then transfers may write into the blocks reserved for them."""
+        copied = self.executor.copy_blocks(scheduled) if scheduled.has_copies else None
+        self.scheduler.receives.send_reserved(copied)
 
-    def _take_loads(self, timeout_s: float) -> bool:
-        """Apply loads that have ended. timeout_s: seconds to wait for the first. True if there are any."""
-        if not self.is_loading:
-            return False
-        finished = self.executor.finished_loads(timeout_s)
-        self.scheduler.loads_finished(finished)
-        return bool(finished)
+    def _take_copies(self, timeout_s: float) -> None:
+        """Apply loads and writes that have ended. timeout_s: seconds to wait for the first while a load is under way."""
+        if self.scheduler.loads.has_copies:
+            self.scheduler.copies_finished(self.executor.finished_copies(timeout_s if self.is_loading else 0.0))
 
     @property
     def is_loading(self) -> bool:
-        """True if a load from the host-memory tier is under way; a step ends it."""
+        """True if a load from a tier is under way; a step ends it."""
         return len(self.scheduler.loads) > 0
 
     def _launch(self, scheduled: SchedulerOutput, scheduling_s: float) -> StepInFlight:
@@ -277,7 +278,7 @@ class EngineCore:
         else:
             self.scheduler.requeue_finished_ids(step.scheduled)
             self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
-            self._take_loads(LOAD_WAIT_S)
+            self._take_copies(LOAD_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
         outputs = self.scheduler.outputs.take()
         if computed is not None and computed.stats is not None:
@@ -323,7 +324,7 @@ class EngineCore:
         self.executor.warm_up()
         self.scheduler.forget_history()
         self.profile.forget()
-        self.scheduler.pool.take_changes()
+        self.scheduler.pool.know_stored(self._stored_names)
 
 
 def _refusal(check: Callable[[], None]) -> InvalidRequest | None:

@@ -47,7 +47,7 @@ FINISHED = frozenset(status for status in RequestStatus if status.name.startswit
 LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS},
     RequestStatus.WAITING_FOR_FSM: FINISHED | {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING},
-    RequestStatus.WAITING_FOR_REMOTE_KVS: FINISHED | {RequestStatus.WAITING},
+    RequestStatus.WAITING_FOR_REMOTE_KVS: FINISHED | {RequestStatus.WAITING, RequestStatus.PREEMPTED},
     RequestStatus.WAITING_FOR_STREAMING_REQ: FINISHED | {RequestStatus.WAITING_FOR_FSM, RequestStatus.WAITING},
     RequestStatus.RUNNING: FINISHED | {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_STREAMING_REQ},
     RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS},

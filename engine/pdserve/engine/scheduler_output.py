@@ -6,6 +6,9 @@ decodes each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import msgspec
 
 from pdserve.common.errors import PdServeError, from_code
@@ -96,6 +99,18 @@ class SchedulerOutput(msgspec.Struct):
     kv_loads: dict[int, list[list[tuple[int, int]]]] = {}
     """Load id -> by shape of blocks, (slot, row of the pool): copied during this step and later ones. No step touches these blocks
     before the executor has reported the id."""
+    kv_reads: dict[int, list[tuple[bytes, int, int]]] = {}
+    """Load id, which is also in `kv_loads` -> (name, shape, row of the pool) of the blocks that the load reads from the store."""
+    kv_writes: dict[int, tuple[bytes, tuple[int, int]]] = {}
+    """Copy id -> name and (shape, slot) of a block in host memory that is written to the store after `kv_stores`, and during later
+    steps. The slot keeps the block until the executor has reported the id."""
+    kv_clear: bool = False
+    """Clear the store before these writes."""
+
+    @property
+    def has_copies(self) -> bool:
+        """True if blocks are copied between tiers."""
+        return bool(self.kv_stores or self.kv_loads or self.kv_writes or self.kv_clear)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -105,6 +120,17 @@ class SchedulerOutput(msgspec.Struct):
     def num_drafts(self, req_id: str) -> int:
         """Drafts among the sequence's scheduled tokens."""
         return len(self.scheduled_spec_decode_tokens.get(req_id, ()))
+
+
+class CopyEnd(NamedTuple):
+    """The end of a load or a write."""
+
+    copy_id: int
+    is_whole: bool = True
+    """False if a block could not be read, or written, by each rank."""
+    lost: Sequence[bytes] = ()
+    """Of a load: names of blocks that could not be read, where they are known. Of a write: names that the store does not have any
+    more."""
 
 
 class GrammarOutput(msgspec.Struct):

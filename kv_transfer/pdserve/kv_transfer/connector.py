@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 

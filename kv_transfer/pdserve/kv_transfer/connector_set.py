@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import (
     BlockConnector,
     BlockRead,

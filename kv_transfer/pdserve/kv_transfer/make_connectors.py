@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.security.block_digest import XXH3
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.landing_ring import RingConnector

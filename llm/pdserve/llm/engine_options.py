@@ -44,6 +44,10 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_mib: int
     kv_host_mib: int
     """Main memory for cached blocks that the pool reuses, MiB; default 0. vLLM's `kv_offloading_size` is in GiB."""
+    kv_disk_path: str | None
+    """Folder for cached blocks that have been in main memory, also of earlier processes; default: none."""
+    kv_disk_gib: float
+    """Size of what this engine keeps there, GiB."""
     max_model_len: int | None
     """Tokens of prompt and output together; default: the model's own limit, or what the pool holds."""
     max_num_seqs: int

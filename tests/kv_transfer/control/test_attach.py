@@ -13,7 +13,7 @@ import pytest
 from pdserve.common.errors import LayoutMismatch, TransferFailed
 from pdserve.common.kv_layout import FORMAT, KvLayout
 from pdserve.common.request.wire.messages import layout_to_wire
-from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
+from pdserve.common.security.block_digest import GMAC, XXH3_64
 from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import GMAC, XXH3, XXH3_64, BlockDigest, Gmac
+from pdserve.common.security.block_digest import GMAC, XXH3, XXH3_64, BlockDigest, Gmac
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.digest_rule import DigestRule

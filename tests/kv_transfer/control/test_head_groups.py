@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.common.errors import TransferFailed
 from pdserve.common.kv_layout import KvLayout
-from pdserve.kv_transfer.block_digest import XXH3, Gmac
+from pdserve.common.security.block_digest import XXH3, Gmac
 from pdserve.kv_transfer.control.attach_client import accepted_groups
 from pdserve.kv_transfer.heads.group_digest import GroupDigest
 from pdserve.kv_transfer.heads.head_groups import head_groups

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from pdserve.common.errors import BY_CODE, TransferFailed
-from pdserve.kv_transfer.block_digest import GMAC
+from pdserve.common.security.block_digest import GMAC
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import attach_client
 from pdserve.kv_transfer.control.transfer_state import ReceiverState

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InternalError, TransferFailed
-from pdserve.kv_transfer.block_digest import GMAC
+from pdserve.common.security.block_digest import GMAC
 from pdserve.kv_transfer.connector import ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.common.errors import TransferFailed, WorkerLost
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import receiver_transfer

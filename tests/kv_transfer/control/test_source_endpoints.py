@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.processes.forked_process import ForkedProcess

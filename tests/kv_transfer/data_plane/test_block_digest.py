@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.security.block_digest import GMAC, KEY_BYTES, XXH3, XXH3_64, Gmac
 from pdserve.common.settings.worker_settings import KvDigestName
-from pdserve.kv_transfer.block_digest import GMAC, KEY_BYTES, XXH3, XXH3_64, Gmac
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.digest import block_digests, matching

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from pdserve.common.errors import InternalError, TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.digest import block_digests

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from pdserve.common.errors import ConfigError
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.landing_ring import RingConnector

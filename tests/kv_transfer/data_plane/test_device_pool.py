@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, Gmac
+from pdserve.common.security.block_digest import KEY_BYTES, XXH3, Gmac
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
 from tests.support.engine.pretend_device import CUDA, DEVICE, PretendTensor, usable

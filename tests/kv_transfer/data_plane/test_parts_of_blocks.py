@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 

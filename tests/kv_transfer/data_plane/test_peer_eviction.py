@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import MAX_WORKERS, ConnectorSet, PeerEndpoints
 from pdserve.kv_transfer.event_thread import EventThread

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.read_grants import ReadRefusal

@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.ranks.rank_messages import StoreOptions
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.pool.host_blocks import make_host_caches
 from pdserve.engine.sampling.token_texts import TokenTexts
@@ -148,6 +150,7 @@ class Harness:
         ranks: OtherRanks | None = None,
         draft_model: DraftModel | None = None,
         has_transfers: bool = True,
+        store: StoreOptions | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -177,6 +180,7 @@ class Harness:
             host_caches=self.host_caches,
             draft_model=draft_model,
             token_texts=TEXTS if isinstance(model, HashModel) else None,
+            store=store,
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor
@@ -270,6 +274,8 @@ class Harness:
             if not self.core.has_work:
                 return self.collect()
             self.step()
+            if not self.scheduler.requests:
+                time.sleep(0.001)  # only writes to a store go on
         raise AssertionError(f"still at work after {max_steps} steps")
 
     def collect(self) -> dict[str, Answer]:
@@ -317,10 +323,11 @@ def harnesses() -> Iterator[list[Harness]]:
 
 
 @pytest.fixture
-def make_engine(harnesses: list[Harness]) -> MakeEngine:
+def make_engine(harnesses: list[Harness], tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. sliding_window: of the
     model and of its KV cache groups, one each. window: the model's, if the engine keeps every block. shapes: of the groups' blocks,
-    if there are several; `num_other_blocks` has as many blocks as `num_blocks` of each further one, if it is not given."""
+    if there are several; `num_other_blocks` has as many blocks as `num_blocks` of each further one, if it is not given. store: of
+    a disk store below host memory, or its bytes, for one in a folder of its own."""
 
     def make(
         processors: Any = None,
@@ -330,6 +337,7 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
         sliding_window: Window = None,
         has_transfers: bool = True,
         shapes: Sequence[int] = (),
+        store: StoreOptions | int | None = None,
         **fields: Any,
     ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
@@ -340,11 +348,15 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
             specs, (fields["num_blocks"], *fields["num_other_blocks"]), fields["block_size"], step_tokens
         )
         fields.setdefault("max_model_len", min(256, longest))
-        config = EngineConfig(**fields, kv_cache_specs=specs)
+        if isinstance(store, int):
+            store = StoreOptions(str(tmp_path_factory.mktemp("store")), store, bytes(32))
+        config = EngineConfig(**fields, kv_cache_specs=specs, has_block_store=store is not None)
         pools = [make_hash_cache(count, config.block_size) for count in config.num_blocks_by_shape]
         caches = tuple(pools[spec.shape] for spec in specs)
         model = model or HashModel(window or sliding_window, config.block_size)
-        harness = Harness(config, model, caches, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
+        harness = Harness(
+            config, model, caches, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers, store=store
+        )
         harnesses.append(harness)
         return harness
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
-from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, SchedulerOutput
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 
 
@@ -79,8 +79,8 @@ class LateExecutor:
             self.kv_written.synchronize()
         return self._executor.copy_blocks(scheduled)
 
-    def finished_loads(self, timeout_s: float) -> list[int]:
-        return self._executor.finished_loads(timeout_s)
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
+        return self._executor.finished_copies(timeout_s)
 
     def warm_up(self) -> None:
         self._executor.warm_up()

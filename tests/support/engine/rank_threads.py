@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor.rank_loop import RankLoop
-from pdserve.engine.ranks.rank_messages import ToRank, decode_to_rank, encode
+from pdserve.engine.ranks.rank_messages import StoreOptions, ToRank, decode_to_rank, encode
 from pdserve.engine.runner.loading.make_model_runner import make_model_runner
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.runner.pool.host_blocks import HostBlocks, make_host_caches
+from pdserve.engine.runner.pool.open_store import open_store
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
@@ -33,6 +34,11 @@ def load_rank(folder: Path, config: EngineConfig, rank: ThreadRank) -> tuple[Dec
     decoder = load_decoder(folder, dtype="float32", shard=shard)
     layout = decoder.config.kv_layout(config.block_size, "fingerprint", shard)
     return decoder, make_kv_cache(layout.shapes[0], config.num_blocks)
+
+
+def host_blocks(kv_cache: Tensor, host_caches: Sequence[Tensor], store: StoreOptions | None, rank: int) -> HostBlocks:
+    """A rank's part of the tiers."""
+    return HostBlocks([kv_cache], host_caches, store=None if store is None else open_store(store, rank))
 
 
 class RankThreads:
@@ -70,7 +76,7 @@ class RankThreads:
             loop = RankLoop(
                 lambda: make_model_runner(config, decoder, [kv_cache], vocab_size, group=rank),
                 rank,
-                (lambda: HostBlocks([kv_cache], host_caches)) if num_slots else None,
+                (lambda store: host_blocks(kv_cache, host_caches, store, rank.rank)) if num_slots else None,
             )
             self._kv_caches[rank.rank] = kv_cache
             self._loops[rank.rank] = loop

@@ -18,24 +18,26 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "`quantization`": {"quantization": "int8"},
         "`enable_lora`": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
         "`speculative_config`": {"speculative_config": DRAFTS},
-        "`kv_host_mib`": {"kv_host_mib": 4},
+        "`kv_host_mib`, `kv_disk_path`": {"kv_host_mib": 1, "kv_disk_path": "disk", "kv_disk_gib": 0.1},
     }
 )
-"""Feature, as in `docs/features.md` -> settings of prefill and decode workers that switch it on. TLS has files."""
+"""Feature, as in `docs/features.md` -> settings of prefill and decode workers that switch it on. TLS has files, and the
+disk a folder of the test."""
 REFUSED: Mapping[frozenset[str], str] = MappingProxyType(
     {
         frozenset(("TLS", "NIXL")): "connector is 'nixl', which encrypts nothing, and TLS is configured",
     }
 )
 """Two features -> how the error begins with which a worker refuses them at its start."""
-IN_ONE_PROCESS = ("`enable_lora`", "`speculative_config`", "`kv_host_mib`")
+TIERS = "`kv_host_mib`, `kv_disk_path`"
+IN_ONE_PROCESS = ("`enable_lora`", "`speculative_config`", TIERS)
 TOGETHER: Sequence[tuple[str, ...]] = (
     ("TLS", "`engine_process`", *IN_ONE_PROCESS),
     ("NIXL", "`engine_process`", *IN_ONE_PROCESS),
     ("NIXL", "`engine_process`", "`kv_cache_dtype`", "`quantization`", *IN_ONE_PROCESS),
     ("TLS", "`engine_process`", "`tensor_parallel_size`", "`enable_lora`"),
     ("TLS", "`tensor_parallel_size`", "`kv_cache_dtype`", "`quantization`"),
-    ("NIXL", "`engine_process`", "`tensor_parallel_size`", "`speculative_config`", "`kv_host_mib`"),
+    ("NIXL", "`engine_process`", "`tensor_parallel_size`", "`speculative_config`", TIERS),
 )
 """Sets of features that `tests/cluster/test_features_together.py` switches on at once."""
 

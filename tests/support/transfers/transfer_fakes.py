@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import (

@@ -15,6 +15,7 @@ import msgspec
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
@@ -35,7 +36,6 @@ from pdserve.engine.scheduler.kv_messages import (
     StopReceiving,
     Want,
 )
-from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
 from pdserve.kv_transfer.control.attach_servicer import TICK_STALLED_S

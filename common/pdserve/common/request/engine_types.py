@@ -357,6 +357,17 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Blocks copied back."""
     num_host_blocks_evicted: int = 0
     """Blocks that lost their place in the tier to others."""
+    store_prefix_cache_hits: int = 0
+    """Prompt tokens since start whose blocks neither pool nor tier had, and which came from the store below."""
+    num_store_blocks: int = 0
+    """Blocks that are known to be in the store."""
+    num_store_blocks_written: int = 0
+    """Blocks written to it since start."""
+    num_store_blocks_read: int = 0
+    num_store_blocks_failed: int = 0
+    """Blocks that could not be read, or were not what had been written; their tokens were computed."""
+    num_store_blocks_lost: int = 0
+    """Blocks that it gave up for others, or could not keep."""
     loaded_loras: tuple[str, ...] = ()
     """Fingerprints of the adapters that have a slot, least recently used first."""
     num_lora_loads: int = 0

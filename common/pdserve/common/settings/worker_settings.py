@@ -90,6 +90,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     kv_host_mib: int = 0
     """Main memory for cached blocks that the KV pool reuses, from which they are loaded when they are needed again, per rank of
     `tensor_parallel_size`; 0: none. Blocks of several shapes share it as they share the pool."""
+    kv_disk_path: str | None = None
+    """Folder of a disk for cached blocks that have been in host memory (`kv_host_mib`), from which they are loaded when they are
+    needed again, also after a restart. Workers may share it: each uses a folder of its own in it."""
+    kv_disk_gib: float = 0.0
+    """Bytes of this folder that the worker may use, in GiB, per rank of `tensor_parallel_size`."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; default: the model's own limit. See docs/checkpoints.md#length."""
     max_num_batched_tokens: int | None = None
@@ -257,6 +262,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"kv_host_mib is {self.kv_host_mib} and enable_prefix_caching is false: without it no block is found again"
             )
+        self._verify_disk()
         if self.quantization == "int8" and self.device != "cpu":
             raise ConfigError(
                 f"quantization is {self.quantization!r}, which runs on a CPU only, and device is {self.device!r}"
@@ -281,6 +287,22 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, above 0 and at most 1 is needed"
+            )
+
+    def _verify_disk(self) -> None:
+        if not self.kv_disk_gib >= 0:
+            raise ConfigError(f"kv_disk_gib is {self.kv_disk_gib}, at least 0 is needed")
+        if self.kv_disk_path is None and self.kv_disk_gib:
+            raise ConfigError(f"kv_disk_gib is {self.kv_disk_gib}, and kv_disk_path is missing: the folder")
+        if self.kv_disk_path is None:
+            return
+        if not self.kv_disk_path.strip():
+            raise ConfigError("kv_disk_path is given, but blank")
+        if not self.kv_disk_gib:
+            raise ConfigError(f"kv_disk_path is {self.kv_disk_path!r}, and kv_disk_gib is missing: its size")
+        if not self.kv_host_mib:
+            raise ConfigError(
+                f"kv_disk_path is {self.kv_disk_path!r}, and kv_host_mib is 0: blocks get to the disk through host memory"
             )
 
     def _verify_cache_dtype(self) -> None:

@@ -15,6 +15,7 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model
+from pdserve.engine.runner.pool.open_store import StoreClaim
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 
@@ -61,6 +62,10 @@ class LoadedEngine:
         self._settings = settings
         self._model = model
         weakref.finalize(self, model.close)
+        self._store: StoreClaim | None = None
+        if settings.kv_disk_path is not None:
+            self._store = StoreClaim(settings, model.layout, deployment_key)
+            self._release_store = weakref.finalize(self, self._store.release)
         self._hasher = BlockHasher(deployment_key, settings.block_size)
         self._outbox = outbox
         self._logits_processors = logits_processors or LogitsProcessors.from_entry_points(settings.logits_processors)
@@ -99,12 +104,15 @@ class LoadedEngine:
             host_caches=self._model.host_caches,
             draft_model=self._model.draft_model,
             token_texts=self._model.token_texts,
+            store=None if self._store is None else self._store.options,
         )
         return self._core
 
     def close(self) -> None:
         self._close_core()
         self._model.close()
+        if self._store is not None:
+            self._release_store()
 
     def _close_core(self) -> None:
         if self._core is not None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.common.errors import PeerError
+from pdserve.engine.executor.tensor_parallel_executor import take_ended_at_all_ranks
 from pdserve.engine.ranks.rank_messages import (
     CopyBlocks,
-    EndLoads,
+    EndCopies,
     ExecuteModel,
     NewEngine,
     ReadRuns,
     SampleTokens,
+    StoreOptions,
     ToRank,
     WarmUp,
 )
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
-from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
-
-_LOOK_EVERY_S = 1.0
-"""Seconds of one wait for a load."""
 
 
 class RankLoop:
@@ -31,17 +30,17 @@ class RankLoop:
         self,
         make_runner: Callable[[], ModelRunner],
         group: RankGroup,
-        make_host_blocks: Callable[[], HostBlocks] | None = None,
+        make_host_blocks: Callable[[StoreOptions | None], HostBlocks] | None = None,
     ) -> None:
         """make_runner: a runner with an empty batch over the rank's pool. group: this rank's. make_host_blocks: the rank's part of
-        the host-memory tier; None without one."""
+        the tiers; None without any."""
         self._make_runner = make_runner
         self._group = group
         self._make_host_blocks = make_host_blocks
         self.runner = make_runner()
-        self._host_blocks = None if make_host_blocks is None else make_host_blocks()
-        self._ended_loads: set[int] = set()
-        """Loads that ended here before rank 0 reported them."""
+        self._host_blocks: HostBlocks | None = None
+        self._ended_copies: dict[int, CopyEnd] = {}
+        """By copy id, those that have ended here and not yet at all ranks."""
         self._unread: PendingOutput | None = None
 
     def serve(self, message: ToRank) -> None:
@@ -59,25 +58,25 @@ class RankLoop:
                 self._read(num_tokens, drafts=drafts)
                 if writes_states:
                     self._group.minimum(0)
-            case CopyBlocks(kv_stores, kv_loads):
-                self._copy(SchedulerOutput(kv_stores=kv_stores, kv_loads=kv_loads))
-            case EndLoads(load_ids):
-                self._end_loads(load_ids)
+            case CopyBlocks():
+                self._copy(message.scheduled())
+            case EndCopies(copy_ids):
+                self._end_copies(copy_ids)
             case WarmUp():
                 self._read()
                 self.runner.capture_graphs()
-            case NewEngine():
+            case NewEngine(store):
                 self._unread = None
                 self.runner = self._make_runner()
-                if self._host_blocks is not None and self._make_host_blocks is not None:
-                    self._host_blocks.close()
-                    self._ended_loads.clear()
-                    self._host_blocks = self._make_host_blocks()
+                if self._make_host_blocks is not None:
+                    self.close()
+                    self._ended_copies.clear()
+                    self._host_blocks = self._make_host_blocks(store)
             case _:
                 raise PeerError(f"{type(message).__name__} is no message to a rank that has started")
 
     def close(self) -> None:
-        """End the thread of loads."""
+        """End the threads of copies."""
         if self._host_blocks is not None:
             self._host_blocks.close()
 
@@ -94,11 +93,9 @@ class RankLoop:
                 copied.synchronize()
             self._group.minimum(0)
 
-    def _end_loads(self, load_ids: Sequence[int]) -> None:
-        while not self._ended_loads.issuperset(load_ids):
-            self._ended_loads.update(self._tier.finished(_LOOK_EVERY_S))
-        self._ended_loads.difference_update(load_ids)
-        self._group.minimum(0)
+    def _end_copies(self, copy_ids: Sequence[int]) -> None:
+        self._ended_copies |= {end.copy_id: end for end in self._tier.finished(0.0)}
+        take_ended_at_all_ranks(self._group, copy_ids, self._ended_copies)
 
     def _read(self, num_tokens: Mapping[str, int] | None = None, *, drafts: bool = False) -> None:
         """Arguments: as of `ReadRuns`."""

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,11 +25,12 @@ from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.processes.child_life import end_after, end_with_parent, leave_signals_to_peer
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
-from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
+from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, StoreOptions, ToRank, decode_to_rank, encode
 from pdserve.engine.runner.device.cuda_devices import rank_devices
 from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_rank
 from pdserve.engine.runner.loading.make_model_runner import make_model_runner
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
+from pdserve.engine.runner.pool.open_store import open_store
 from pdserve.engine.scheduler_output import RequestFailure
 
 log = logging.getLogger(__name__)
@@ -60,11 +62,10 @@ def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | No
     if transfers is not None and move_blocks is not None:
         move_blocks(transfers, start, model)
     vocab_size = decoder.config.vocab_size
-    host_caches = model.host_caches
     loop = RankLoop(
         lambda: make_model_runner(config, decoder, model.kv_caches, vocab_size, lora=model.lora_runner, group=group),
         group,
-        (lambda: HostBlocks(model.kv_caches, host_caches)) if host_caches else None,
+        partial(_host_blocks, model, start.rank) if model.host_caches else None,
     )
     gc.collect()
     gc.freeze()
@@ -73,6 +74,11 @@ def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | No
             loop.serve(message)
     finally:
         loop.close()
+
+
+def _host_blocks(model: LoadedModel, rank: int, store: StoreOptions | None) -> HostBlocks:
+    sealed = None if store is None else open_store(store, rank)
+    return HostBlocks(model.kv_caches, model.host_caches, store=sealed)
 
 
 def _receive_socket(rank_0: socket.socket) -> socket.socket:

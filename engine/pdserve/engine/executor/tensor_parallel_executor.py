@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Protocol, TypeVar
 
@@ -16,21 +17,25 @@ from pdserve.common.errors import PdServeError
 from pdserve.engine.executor.executor import StepResult
 from pdserve.engine.ranks.rank_messages import (
     CopyBlocks,
-    EndLoads,
+    EndCopies,
     ExecuteModel,
     NewEngine,
     ReadRuns,
     SampleTokens,
+    StoreOptions,
     ToRank,
     WarmUp,
     without_sampling,
 )
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
-from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
 
 T = TypeVar("T")
+OTHER_RANKS_S = 0.001
+"""Seconds between two looks at a copy that has ended at rank 0 and not yet at another rank."""
+_RUNNING, _NOT_WHOLE, _WHOLE = range(3)
 
 
 class OtherRanks(Protocol):
@@ -53,8 +58,15 @@ class OtherRanks(Protocol):
 class TensorParallelExecutor:
     """Implements `Executor`: sends each call to the other ranks, then computes rank 0's part in the calling thread."""
 
-    def __init__(self, runner: ModelRunner, ranks: OtherRanks, host_blocks: HostBlocks | None = None) -> None:
-        """A new engine over the ranks' pools. host_blocks: rank 0's part of the host-memory tier, if there is one."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        ranks: OtherRanks,
+        host_blocks: HostBlocks | None = None,
+        store: StoreOptions | None = None,
+    ) -> None:
+        """A new engine over the ranks' pools. host_blocks: rank 0's part of the tiers, if there are any. store: for the other
+        ranks' parts."""
         self.runner = runner
         self._host_blocks = host_blocks
         self._ranks = ranks
@@ -64,8 +76,10 @@ class TensorParallelExecutor:
         """True if the last step that `execute_model` began has drafts."""
         self._has_tentative = False
         """True if it has states that are written when it is read."""
+        self._ended_copies: dict[int, CopyEnd] = {}
+        """By copy id, those that have ended at rank 0 and not yet at all ranks."""
         with suppress(PdServeError):  # `check_health` raises it
-            ranks.send(NewEngine())
+            ranks.send(NewEngine(store))
 
     @property
     def hidden_size(self) -> int:
@@ -83,8 +97,8 @@ class TensorParallelExecutor:
         sent = without_sampling(scheduled)
         if scheduled.lora_loads and self.runner.lora is not None:
             sent = msgspec.structs.replace(sent, lora_loads=self.runner.lora.with_folders(scheduled.lora_loads))
-        if scheduled.kv_stores or scheduled.kv_loads:  # `CopyBlocks` has had them
-            sent = msgspec.structs.replace(sent, kv_stores=[], kv_loads={})
+        if scheduled.has_copies:  # `CopyBlocks` has had them
+            sent = msgspec.structs.replace(sent, kv_stores=[], kv_loads={}, kv_reads={}, kv_writes={}, kv_clear=False)
         self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         self._has_tentative = bool(scheduled.tentative_req_ids)
         message = ExecuteModel(sent, reads_first=not self._is_unread)
@@ -127,14 +141,19 @@ class TensorParallelExecutor:
                 self._ranks.group.minimum(0)
             return copied
 
-        return self._together(CopyBlocks(scheduled.kv_stores, scheduled.kv_loads), copy)
+        return self._together(CopyBlocks.of(scheduled), copy)
 
-    def finished_loads(self, timeout_s: float) -> list[int]:
-        """As of `Executor`: those that have ended at rank 0, after they have ended at all ranks, which then serve them to peers."""
-        ended = [] if self._host_blocks is None else self._host_blocks.finished(timeout_s)
-        if ended:
-            self._together(EndLoads(ended), lambda: self._ranks.group.minimum(0))
-        return ended
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
+        """As of `Executor`: those that have ended at all ranks, which then serve the blocks to peers."""
+        if self._host_blocks is None:
+            return []
+        wait_s = min(timeout_s, OTHER_RANKS_S) if self._ended_copies else timeout_s
+        self._ended_copies |= {end.copy_id: end for end in self._host_blocks.finished(wait_s)}
+        if not self._ended_copies:
+            return []
+        copy_ids = list(self._ended_copies)
+        agree = partial(take_ended_at_all_ranks, self._ranks.group, copy_ids, self._ended_copies)
+        return self._together(EndCopies(copy_ids), agree)
 
     def warm_up(self) -> None:
         self._together(WarmUp(), self.runner.capture_graphs)
@@ -161,6 +180,24 @@ class _RankZeroResult:
 
     def result(self) -> ModelRunnerOutput:
         return self._executor.read(self._pending, has_drafts=self._has_drafts, has_tentative=self._has_tentative)
+
+
+def take_ended_at_all_ranks(group: RankGroup, copy_ids: Sequence[int], ended: dict[int, CopyEnd]) -> list[CopyEnd]:
+    """Remove from `ended` the copies that have ended at all ranks, and return them; whole are those that all ranks have. Each rank
+    calls it with the same ids, and with what has ended there."""
+
+    def state(copy_id: int) -> int:
+        end = ended.get(copy_id)
+        return _RUNNING if end is None else _WHOLE if end.is_whole else _NOT_WHOLE
+
+    if group.minimum(min(map(state, copy_ids))) == _WHOLE:
+        return [ended.pop(copy_id) for copy_id in copy_ids]
+    states = {copy_id: group.minimum(state(copy_id)) for copy_id in copy_ids}
+    return [
+        ended.pop(copy_id)._replace(is_whole=agreed == _WHOLE)
+        for copy_id, agreed in states.items()
+        if agreed != _RUNNING
+    ]
 
 
 @contextmanager

@@ -6,7 +6,8 @@ A block is, at any time, exactly one of
     cached    no references, content known by its hash: found again, or reused when free ones run out (least recent first)
     in use    at least one sequence or hold refers to it
 
-and free + cached + in use == total (I2). With a `HostTier`, the content of a cached block that is reused is kept there.
+and free + cached + in use == total (I2). With a `HostTier`, the content of a cached block that is reused is kept there, and with a
+`StoreTier` also below it.
 
 Blocks of different shapes are handed out by themselves: a group's blocks have the group's shape. What is counted per shape is a
 `BlockCounts`.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.engine.kv_cache.host_tier import HostTier
+from pdserve.engine.kv_cache.store_tier import StoreTier
 from pdserve.engine.sequence_blocks import BlockCounts
 
 
@@ -93,11 +95,18 @@ class PinnedBlocks:
 class BlockPool:
     """Hands out blocks and finds them again by hash."""
 
-    def __init__(self, *num_blocks: int, enable_caching: bool = True, num_host_blocks: BlockCounts = ()) -> None:
+    def __init__(
+        self,
+        *num_blocks: int,
+        enable_caching: bool = True,
+        num_host_blocks: BlockCounts = (),
+        has_store: bool = False,
+    ) -> None:
         """num_blocks: of each shape. enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier,
-        by shape; empty: there is none."""
+        by shape; empty: there is none. has_store: there is a store below it."""
         self.tier = HostTier(*num_host_blocks) if num_host_blocks else None
         """Keeps cached blocks that are reused."""
+        self.store = StoreTier(self.tier) if self.tier is not None and has_store else None
         self.enables_caching = enable_caching
         places = [(shape, row) for shape, count in enumerate(num_blocks) for row in range(count)]
         self.blocks = [KVCacheBlock(block_id, shape, row) for block_id, (shape, row) in enumerate(places)]
@@ -203,13 +212,35 @@ class BlockPool:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
             self.num_remembered += 1
-            if self.tier is None or block_hash not in self.tier:
+            if not self._is_below(block_hash):
                 self._change(block_hash, True)
 
-    def forget_cached(self) -> int:
-        """Make cached blocks free, and forget those of the tier; returns the number of the former."""
+    def _is_below(self, block_hash: bytes) -> bool:
+        """True if host memory or the store has it."""
+        in_host = self.tier is not None and block_hash in self.tier
+        return in_host or (self.store is not None and block_hash in self.store)
+
+    def know_stored(self, names: Iterable[bytes]) -> None:
+        """Note blocks that the store has from before, and forget all changes but these."""
+        self._changes.clear()
+        if self.store is not None:
+            self.store.know(names)
+            for name in names:
+                self._change(name, True)
+
+    def forget_stored(self, names: Iterable[bytes]) -> None:
+        """Note that the store has lost blocks, and is known to have."""
+        for name in names:
+            if name not in self._by_hash and not self._is_below(name):
+                self._change(name, False)
+
+    def forget_cached(self, *, keeps_store: bool = False) -> int:
+        """Make cached blocks free, and forget those of the tiers; returns the number of the former. keeps_store: not those of the
+        store."""
         unused = [block for block in self._by_hash.values() if block.ref_cnt == 0]
         forgotten = dict.fromkeys(() if self.tier is None else self.tier.forget())
+        if self.store is not None:
+            forgotten |= dict.fromkeys(self.store.forget(keeps_names=keeps_store))
         for block in unused:
             assert block.block_hash is not None
             forgotten[block.block_hash] = None
@@ -219,7 +250,7 @@ class BlockPool:
             self._unused[block.shape].move_to_end(block.block_id, last=False)
         self.num_forgotten += len(unused)
         for block_hash in forgotten:
-            if block_hash not in self._by_hash:
+            if block_hash not in self._by_hash and not self._is_below(block_hash):
                 self._change(block_hash, False)
         return len(unused)
 
@@ -231,7 +262,12 @@ class BlockPool:
         block.block_hash = None
         self.num_forgotten += 1
         unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.shape, block.row)
-        if unknown is not None and unknown not in self._by_hash:
+        if self.store is not None:
+            if unknown != block_hash:
+                self.store.entered_host(block_hash)
+            if unknown is not None:
+                self.store.left_host(unknown)
+        if unknown is not None and unknown not in self._by_hash and not self._is_below(unknown):
             self._change(unknown, False)
 
     def _change(self, block_hash: bytes, known: bool) -> None:
@@ -243,7 +279,7 @@ class BlockPool:
             self._changes[block_hash] = known
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed): hashes that pool or tier has since the last call, and hashes that neither has any more; of group 0."""
+        """(stored, removed): hashes that pool or tiers have since the last call, and hashes that none has any more; of group 0."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}

@@ -87,6 +87,14 @@ class HostTier:
         self.num_stored += len(stores)
         return pairs_by_shape(len(self.num_slots), ((shape, block, row) for (shape, row), block in stores.items()))
 
+    def slot(self, name: bytes) -> Slot:
+        """Of a block that is in the tier."""
+        return self._slots[name]
+
+    def hold(self, slot: Slot) -> None:
+        """Pin a slot, which is no use of it."""
+        self._pins[slot] += 1
+
     def pin(self, names: Sequence[bytes]) -> list[Slot]:
         """The slots of blocks that are in the tier, each with a pin more, and used now."""
         slots = [self._slots[name] for name in names]

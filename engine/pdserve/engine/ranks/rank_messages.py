@@ -1,7 +1,7 @@
 """Messages from rank 0 to the processes of the other ranks, and one back, as msgpack values.
 
 rank 0 -> rank   `StartRank`, once; then per engine `NewEngine`, `WarmUp`, and per step `ExecuteModel`, `SampleTokens`
-                 and, with drafts, `ReadRuns`; with a host-memory tier `CopyBlocks` and `EndLoads`
+                 and, with drafts, `ReadRuns`; with a host-memory tier `CopyBlocks` and `EndCopies`
 rank -> rank 0   `RankFailed`, last
 
 No step is answered: the ranks meet in the operations of a `RankGroup`, and results come from rank 0. The end of the socket is the
@@ -39,8 +39,22 @@ class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return kinds[self.section](**{name: getattr(self.settings, name) for name in WorkerSettings.__struct_fields__})
 
 
+class StoreOptions(msgspec.Struct, frozen=True, array_like=True):
+    """Of the store below host memory."""
+
+    folder: str
+    """Has a folder for each rank."""
+    max_bytes: int
+    """Of each rank."""
+    key: bytes
+    """With which blocks are sealed."""
+
+
 class NewEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Forget the batch: a new engine takes over the pool."""
+
+    store: StoreOptions | None = None
+    """Of the store below host memory; None without one."""
 
 
 class ExecuteModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -71,17 +85,28 @@ class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy blocks to the rank's part of the host-memory tier, and begin to copy others back. The ranks meet after the stores."""
+    """Copy blocks to the rank's part of the tiers, and begin to copy others back. The ranks meet after the stores."""
 
     kv_stores: list[list[tuple[int, int]]]
     kv_loads: dict[int, list[list[tuple[int, int]]]]
-    """Both as of `SchedulerOutput`."""
+    kv_reads: dict[int, list[tuple[bytes, int, int]]]
+    kv_writes: dict[int, tuple[bytes, tuple[int, int]]]
+    kv_clear: bool
+    """All as of `SchedulerOutput`."""
+
+    @classmethod
+    def of(cls, scheduled: SchedulerOutput) -> CopyBlocks:
+        return cls(**{name: getattr(scheduled, name) for name in cls.__struct_fields__})
+
+    def scheduled(self) -> SchedulerOutput:
+        """A step that only copies."""
+        return SchedulerOutput(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
-class EndLoads(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Wait for loads that have ended at rank 0. The ranks meet after them."""
+class EndCopies(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Wait for loads and writes that have ended at rank 0. The ranks meet after them, and agree on those that are whole."""
 
-    load_ids: list[int]
+    copy_ids: list[int]
 
 
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -94,7 +119,7 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: RequestFailure
 
 
-ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | ReadRuns | CopyBlocks | EndLoads | WarmUp
+ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | ReadRuns | CopyBlocks | EndCopies | WarmUp
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(RankFailed).decode
 encode = msgspec.msgpack.Encoder().encode

@@ -19,8 +19,8 @@ from pdserve.engine.kv_cache.block_pool import added
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
-from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.tier_loads import TierLoads
 from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -47,7 +47,7 @@ class AsyncScheduling:
     _running: RunningBatch
     _waiting: WaitingQueues
     _receives: RemoteKvQueue
-    _loads: HostLoads
+    _loads: TierLoads
     _grammars: StructuredOutputManager
     _drafts: DraftScheduling
     _refused: _Refused | None = field(default=None, init=False)

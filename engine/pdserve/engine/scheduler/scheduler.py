@@ -32,7 +32,6 @@ from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.async_scheduling import AsyncScheduling
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
-from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
@@ -41,11 +40,12 @@ from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.session_commands import SessionCommands
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
+from pdserve.engine.scheduler.tier_loads import NotLoaded, TierLoads
 from pdserve.engine.scheduler.transfer_events import ComputeHere, End, KvSendTracker, Offer, TransferEvents
 from pdserve.engine.scheduler.waiting.remote_kv_queue import Ready, RemoteKvQueue
 from pdserve.engine.scheduler.waiting.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.waiting.waiting_queues import Refusal, WaitingQueues
-from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
@@ -64,11 +64,12 @@ class Scheduler:
             *config.num_blocks_by_shape,
             enable_caching=config.enable_prefix_caching,
             num_host_blocks=config.num_host_blocks,
+            has_store=config.has_block_store,
         )
         self.kv = KVCacheManager(self.pool, hasher, config.kv_cache_specs, config.largest_chunk)
         self.holds = PinTracker(self.pool)
         self.starvation = StarvationGuard(config.max_overtakes)
-        self.loads = HostLoads(self.kv, self.holds)
+        self.loads = TierLoads(self.kv, self.holds, self._compute_s)
         self.receives = RemoteKvQueue(config, self.kv, self.holds, connector, self.starvation, self.loads)
         self.sources = KvSendTracker(self.kv, self.holds, connector)
         self.grammars = StructuredOutputManager(compiler, config.grammar_timeout_s)
@@ -188,8 +189,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a step may have work, now or after a grammar or a load. Remote KV arrives as an event, not by steps."""
-        return self.has_tokens_to_compute or len(self.grammars) > 0 or len(self.loads) > 0
+        """True if a step may have work, now or after a grammar or a copy. Remote KV arrives as an event, not by steps."""
+        return self.has_tokens_to_compute or len(self.grammars) > 0 or self.loads.has_copies
 
     @property
     def has_tokens_to_compute(self) -> bool:
@@ -241,14 +242,32 @@ class Scheduler:
         request.settle_wait(Wait.REMOTE_KV)
         self.waiting.add(request)
 
-    def loads_finished(self, load_ids: Sequence[int]) -> None:
-        """Continue the sequences whose blocks have come from the host-memory tier."""
-        for request in self.loads.finished(load_ids):
-            if Wait.REMOTE_KV in request.waits_for:
+    def copies_finished(self, ends: Sequence[CopyEnd]) -> None:
+        """Continue the sequences whose blocks have come from the tiers."""
+        for request in self.loads.finished(ends):
+            if isinstance(request, NotLoaded):
+                self._wait_again(request)
+            elif Wait.REMOTE_KV in request.waits_for:
                 self._run_if_ready(self.receives.loaded(request))
             else:
                 request.move_to(RequestStatus.WAITING)
                 self.waiting.add_ready(request)
+
+    def _wait_again(self, not_loaded: NotLoaded) -> None:
+        """Let a sequence wait for its admission again, without the blocks that the store did not bring."""
+        request = not_loaded.request
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        if not_loaded.was_preempted:
+            request.move_to(RequestStatus.PREEMPTED)
+            self.waiting.add_preempted(request)
+        else:
+            request.move_to(RequestStatus.WAITING)
+            self.waiting.add(request)
+
+    def _compute_s(self, num_tokens: int) -> float | None:
+        """Seconds that so many prompt tokens take in the mean; None before the first."""
+        return num_tokens * self.prefill_s / self.num_computed_prompt_tokens if self.prefill_s else None
 
     def _run_if_ready(self, ready: Ready | None) -> None:
         if ready is None:
@@ -312,6 +331,8 @@ class Scheduler:
         self.running.encoder.begin_step()
         self._take_grammars()
         self._look_at_grammars()
+        for not_loaded in self.loads.overdue():
+            self._wait_again(not_loaded)
         self.receives.reserve(self.running.values(), self.waiting.num_ready + self.grammars.num_landed)
         decoding, prefilling, running_ahead = self.running.by_phase()
         # decoding sequences precede prefilling ones, so that a long prompt does not stall all streams
@@ -466,8 +487,8 @@ class Scheduler:
         self.running.requeue_finished_ids(unused.finished_req_ids)
 
     def forget_history(self) -> None:
-        """Reset the counters and the prefix cache."""
-        self.pool.forget_cached()
+        """Reset the counters and the prefix cache, but for what lies in the store."""
+        self.pool.forget_cached(keeps_store=True)
         self.prefill_s = 0.0
         self.num_added = 0
         self.drafts.forget_history()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.common.request.engine_types import SchedulerStats
 from pdserve.engine.kv_cache.host_tier import HostTier
+from pdserve.engine.kv_cache.store_tier import StoreTier
 from pdserve.engine.stats.step_profile import StepProfile
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
     """Current statistics; the cost is proportional to the running sequences."""
     pool, waiting, tier = scheduler.pool, scheduler.waiting, scheduler.pool.tier or HostTier()
+    store = pool.store or StoreTier(tier)
     slots = scheduler.running.lora_slots
     return SchedulerStats(
         num_running_reqs=len(scheduler.running),
@@ -49,6 +51,12 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         num_host_blocks_stored=tier.num_stored,
         num_host_blocks_loaded=tier.num_loaded,
         num_host_blocks_evicted=tier.num_evicted,
+        store_prefix_cache_hits=store.num_hit_tokens,
+        num_store_blocks=len(store),
+        num_store_blocks_written=store.num_written,
+        num_store_blocks_read=store.num_read,
+        num_store_blocks_failed=store.num_failed,
+        num_store_blocks_lost=store.num_lost,
         loaded_loras=tuple(slots.loaded),
         num_lora_loads=slots.num_loads,
         num_lora_evictions=slots.num_evictions,

@@ -14,9 +14,9 @@ from pdserve.common.request.engine_types import LogprobsLists, StreamingUpdate
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.tier_loads import TierLoads
 from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
@@ -29,7 +29,7 @@ class Sessions:
     _kv: KVCacheManager
     _running: RunningBatch
     _waiting: WaitingQueues
-    _loads: HostLoads
+    _loads: TierLoads
     _grammars: StructuredOutputManager
     _outputs: OutputCollector
 

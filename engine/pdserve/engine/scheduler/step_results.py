@@ -11,11 +11,11 @@ from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
-from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
+from pdserve.engine.scheduler.tier_loads import TierLoads
 from pdserve.engine.scheduler.transfer_events import KvSendTracker
 from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
@@ -34,7 +34,7 @@ class FinishRequest:
     _waiting: WaitingQueues
     _grammars: StructuredOutputManager
     _receives: RemoteKvQueue
-    _loads: HostLoads
+    _loads: TierLoads
     _group: SequenceGroup
     _outputs: OutputCollector
 

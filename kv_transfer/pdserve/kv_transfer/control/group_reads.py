@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener, ReadOrder
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.heads.group_digest import GroupDigest

@@ -30,7 +30,7 @@ import msgspec
 from pdserve.common.block_hash import DIGEST_BYTES
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.group_reads import GroupReads, Way

@@ -29,7 +29,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
 from pdserve.kv_transfer.connector_set import ConnectorSet, Grants
 from pdserve.kv_transfer.control.transfer_state import SOURCE_MOVES, SourceState, has_ended, move

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.heads.head_groups import HeadGroup, RankPart
 from pdserve.kv_transfer.heads.rank_transfers import RankTransfers
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
-from pdserve.kv_transfer.block_digest import XXH3_64, BlockDigest
+from pdserve.common.security.block_digest import XXH3_64, BlockDigest
 from pdserve.kv_transfer.memory.device_digests import DigestBlocks, can_digest
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs, part_bytes
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 
 
 class PoolMemory(Protocol):

@@ -25,7 +25,7 @@ import msgspec
 
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.common.processes.child_answers import ChildAnswers
-from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.common.security.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 

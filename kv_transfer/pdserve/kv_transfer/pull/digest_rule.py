@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.security.block_digest import ALGORITHMS, GMAC, XXH3, XXH3_64, BlockDigest, Gmac
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import KvDigestName
-from pdserve.kv_transfer.block_digest import ALGORITHMS, GMAC, XXH3, XXH3_64, BlockDigest, Gmac
 
 _SHOWN_NAMES = 8
 _ANSWER = b"the answer to an attach"

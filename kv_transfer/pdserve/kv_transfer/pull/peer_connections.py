@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdserve.common.errors import InternalError, TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import run_guarded
 

@@ -18,7 +18,7 @@ from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PeerError, TransferFailed, WorkerLost
 from pdserve.common.ipc.calls import Calls
 from pdserve.common.ipc.frames import receive_frame, send_frame
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder, ReadOutcome
 from pdserve.worker.ranks.transfer_messages import (
     BeginRead,

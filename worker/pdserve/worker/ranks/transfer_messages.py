@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest, Gmac
+from pdserve.common.security.block_digest import XXH3, BlockDigest, Gmac
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.heads.group_digest import GroupDigest
 

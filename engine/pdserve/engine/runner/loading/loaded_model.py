@@ -166,6 +166,7 @@ class LoadedModel:
             num_blocks=self.kv_cache_config.num_blocks[0],
             num_other_blocks=self.kv_cache_config.num_blocks[1:],
             num_host_blocks=tuple(map(len, self.host_caches)),
+            has_block_store=settings.kv_disk_path is not None,
             max_model_len=max_model_len,
             num_labels=self.num_labels,
             enable_prompt_embeds=settings.enable_prompt_embeds,

@@ -24,7 +24,6 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import PinTracker, added
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.kv_messages import (
     KvOutbox,
     Landed,
@@ -33,6 +32,7 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     StopReceiving,
 )
+from pdserve.engine.scheduler.tier_loads import TierLoads
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
 from pdserve.engine.sequence_blocks import BlockCounts
@@ -93,7 +93,7 @@ class RemoteKvQueue:
         holds: PinTracker,
         connector: KvOutbox,
         starvation: StarvationGuard,
-        loads: HostLoads,
+        loads: TierLoads,
     ) -> None:
         self._config = config
         self._kv = kv
@@ -154,11 +154,12 @@ class RemoteKvQueue:
             if self._refused.still_lacks_room(request, keep_free):
                 continue
             computed = self._kv.get_blocks_to_keep(request, request.num_given_tokens)
-            in_host = self._loads.find(request, computed, request.num_given_tokens)
-            if self._loads.is_loading(in_host):
+            # the rest is received meanwhile, so no block may turn out to be missing
+            in_tiers = self._loads.find(request, computed, request.num_given_tokens, uses_store=False)
+            if self._loads.is_loading(in_tiers):
                 continue
-            num_places = len(computed) + len(in_host)
-            room = self._loads.allocate_slots(request, request.num_given_tokens, computed, keep_free, in_host)
+            num_places = len(computed) + len(in_tiers)
+            room = self._loads.allocate_slots(request, request.num_given_tokens, computed, keep_free, in_tiers)
             if room is None:
                 self._refused.add(request)
                 continue
@@ -167,8 +168,8 @@ class RemoteKvQueue:
             self._starvation.placed(request)
             num_in_pool = 0 if computed.is_null else len(computed) * self._config.block_size
             self._kv.count_lookup(request, request.num_given_tokens, num_in_pool)
-            self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
-            request.num_cached_tokens = num_places * self._config.block_size if in_host else num_in_pool
+            self._loads.count_lookup(request.num_given_tokens - num_in_pool, in_tiers)
+            request.num_cached_tokens = num_places * self._config.block_size if in_tiers else num_in_pool
             self._kv.expect_received(request)
             order = self._kv.transfer_order(request)
             self._receive(request, order, num_places, request.num_given_tokens)

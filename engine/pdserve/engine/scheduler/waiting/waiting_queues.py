@@ -18,8 +18,8 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
-from pdserve.engine.scheduler.host_loads import NOT_IN_HOST, HostLoads, InHost
 from pdserve.engine.scheduler.running_batch import RunningBatch
+from pdserve.engine.scheduler.tier_loads import NOT_IN_TIERS, InTiers, TierLoads
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
@@ -57,7 +57,7 @@ class Refusal(enum.Enum):
     OTHERS_FIRST = "others have the next room"
     NO_LORA_SLOT = "other adapters have all slots"
     NO_ENCODER_ROOM = "images of others have the room or the step"
-    LOADING = "its blocks are being loaded from the host-memory tier, or come from another worker"
+    LOADING = "its blocks are being loaded from a tier, or come from another worker"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
     NOTHING_TO_FETCH = "it computes nothing, and what its source has is here"
 
@@ -70,7 +70,7 @@ class Cached:
     """From the prefix cache."""
     num_tokens: int = 0
     """Tokens that are computed already: those of `blocks`, or of a session's own."""
-    in_host: InHost = NOT_IN_HOST
+    in_tiers: InTiers = NOT_IN_TIERS
     num_known: int = 0
     """Tokens with those that are loaded and fetched."""
     is_fetched: bool = False
@@ -90,7 +90,7 @@ class WaitingQueues:
         config: EngineConfig,
         kv: KVCacheManager,
         starvation: StarvationGuard,
-        loads: HostLoads,
+        loads: TierLoads,
         receives: RemoteKvQueue,
     ) -> None:
         self._config = config
@@ -225,13 +225,13 @@ class WaitingQueues:
         room = self.room(request, cached.num_tokens, num_tokens, cached.blocks)
         if not cached.is_complete:
             # what follows the load is computed when that has ended: a group with a window needs room only for it
-            blocks = cached.in_host.blocks if cached.in_host else cached.blocks
+            blocks = cached.in_tiers.blocks if cached.in_tiers else cached.blocks
             room = self._kv.room(request, cached.num_known, cached.num_known, blocks)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         if cached.is_fetched:
             request.waits_for.add(Wait.REMOTE_KV)
-        if self._loads.allocate_slots(request, room, cached.blocks, keep_free, cached.in_host) is None:
+        if self._loads.allocate_slots(request, room, cached.blocks, keep_free, cached.in_tiers) is None:
             request.waits_for.discard(Wait.REMOTE_KV)
             if not self._kv.has_blocks(request):
                 self._refused.add(request)
@@ -242,9 +242,9 @@ class WaitingQueues:
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = request.num_tokens - uncached
             self._kv.count_lookup(request, request.num_given_tokens, cached.num_tokens)
-            self._loads.count_lookup(request.num_given_tokens - cached.num_tokens, len(cached.in_host))
+            self._loads.count_lookup(request.num_given_tokens - cached.num_tokens, cached.in_tiers)
         if cached.is_fetched:
-            self._receives.fetch(request, len(cached.blocks) + len(cached.in_host))
+            self._receives.fetch(request, len(cached.blocks) + len(cached.in_tiers))
         elif request.num_offered_blocks:
             self._receives.cancel_remote(request)
         request.num_offered_blocks = 0
@@ -284,29 +284,29 @@ class WaitingQueues:
         return encoded.num_tokens
 
     def _cached(self, request: Request) -> Cached:
-        """What the prefix cache has of a sequence, then the host-memory tier, then its source."""
+        """What the prefix cache has of a sequence, then the tiers, then its source."""
         if self._kv.has_blocks(request):
             num_tokens = request.num_computed_tokens  # a session may have kept its own blocks
             return Cached(num_tokens=num_tokens, num_known=num_tokens)
         limit, block_size = request.num_tokens - 1, self._config.block_size
         computed = self._kv.get_computed_blocks(request, limit)
-        in_host = self._loads.find(request, computed, limit)
-        num_known = max(len(computed) + len(in_host), request.num_offered_blocks) * block_size
+        in_tiers = self._loads.find(request, computed, limit)
+        num_known = max(len(computed) + len(in_tiers), request.num_offered_blocks) * block_size
         encoder_prompt = request.core.encoder_prompt
         if encoder_prompt is not None and num_known < encoder_prompt.num_slots:
             return Cached()  # a part of an encoder's prompt is computed with the whole
-        if request.num_offered_blocks > len(computed) + len(in_host):
+        if request.num_offered_blocks > len(computed) + len(in_tiers):
             computed = self._kv.get_blocks_to_keep(request, num_known)
-            in_host = self._loads.find(request, computed, num_known)
+            in_tiers = self._loads.find(request, computed, num_known, uses_store=False)
         # pool and tier may have all of it together
-        is_fetched = request.num_offered_blocks > len(computed) + len(in_host)
-        return Cached(computed, len(computed) * block_size, in_host, num_known, is_fetched)
+        is_fetched = request.num_offered_blocks > len(computed) + len(in_tiers)
+        return Cached(computed, len(computed) * block_size, in_tiers, num_known, is_fetched)
 
     def _is_coming(self, request: Request, cached: Cached) -> bool:
         """True if blocks that the sequence lacks come for another one."""
-        if self._loads.is_loading(cached.in_host):
+        if self._loads.is_loading(cached.in_tiers):
             return True
-        num_here = len(cached.blocks) + len(cached.in_host)
+        num_here = len(cached.blocks) + len(cached.in_tiers)
         return cached.is_fetched and self._receives.is_fetching(request.block_hashes[num_here])
 
     def _kept_waiting_by_others(self, request: Request) -> bool:

@@ -1,0 +1,99 @@
+"""`FaultyStore`: a `BlockStore` whose answers a test chooses."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+from pdserve.engine.runner.pool.block_store import BlockStore, SealedStore
+from tests.support.engine.engine_harness import Harness
+from tests.support.run.waiting import HANG_S
+
+Fault = Callable[[bytes, memoryview, int | None], int | None]
+"""(name, bytes, digest) of what was read -> the digest that is reported; it may change the bytes."""
+
+
+class FaultyStore:
+    """Wraps a `BlockStore`."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self.fault: Fault | None = None
+        self.num_faults = 0
+        self.loses_writes = False
+        self.goes_on = threading.Event()
+        """Reads and writes wait for it."""
+        self.goes_on.set()
+
+    def names(self) -> list[bytes]:
+        return self._store.names()
+
+    def write(self, name: bytes, data: memoryview, digest: int) -> list[bytes]:
+        assert self.goes_on.wait(HANG_S)
+        return [name] if self.loses_writes else self._store.write(name, data, digest)
+
+    def read(self, name: bytes, into: memoryview) -> int | None:
+        assert self.goes_on.wait(HANG_S)
+        digest = self._store.read(name, into)
+        if self.fault is None:
+            return digest
+        before = bytes(into)
+        try:
+            found = self.fault(name, into, digest)
+        except OSError:
+            self.num_faults += 1
+            raise
+        self.num_faults += found != digest or bytes(into) != before
+        return found
+
+    def forget(self, name: bytes) -> None:
+        self._store.forget(name)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+    def close(self) -> None:
+        self.goes_on.set()
+        self._store.close()
+
+
+def faulty_store(engine: Harness) -> FaultyStore:
+    """From now on, the store of the engine. To be called before the first request."""
+    host_blocks = engine.core.executor._host_blocks  # type: ignore[attr-defined]
+    sealed = host_blocks._store
+    faulty = FaultyStore(sealed.store)
+    host_blocks._store = SealedStore(faulty, sealed.digest)
+    return faulty
+
+
+def lies(draws: random.Random) -> dict[str, Fault]:
+    """Each way in which a store can be wrong."""
+    last: list[tuple[bytes, int | None]] = []
+
+    def missing(name: bytes, data: memoryview, digest: int | None) -> int | None:
+        return None
+
+    def flipped(name: bytes, data: memoryview, digest: int | None) -> int | None:
+        data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+        return digest
+
+    def truncated(name: bytes, data: memoryview, digest: int | None) -> int | None:
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        return digest
+
+    def swapped(name: bytes, data: memoryview, digest: int | None) -> int | None:
+        """The block of another name, with its digest."""
+        last.append((bytes(data), digest))
+        data[:], found = last[0]
+        return found
+
+    def forged(name: bytes, data: memoryview, digest: int | None) -> int | None:
+        """Other bytes with a digest that was made without the key."""
+        data[:] = bytes(len(data))
+        return draws.getrandbits(64)
+
+    def fails(name: bytes, data: memoryview, digest: int | None) -> int | None:
+        raise OSError(5, "Input/output error")
+
+    return {fault.__name__: fault for fault in (missing, flipped, truncated, swapped, forged, fails)}
