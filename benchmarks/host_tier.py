@@ -1,18 +1,20 @@
-"""Milliseconds to the first token of a prompt whose blocks have left the pool: loaded from host memory or computed, in turns.
+"""Milliseconds to the first token of a prompt whose blocks have left the pool: loaded from a tier or computed, in turns.
 
 Usage: python benchmarks/host_tier.py [--model FOLDER] [--load-format dummy] [--lengths 64 256 1024 2048] [--rounds 7] [--threads 1]
-                                      [--beside 4]
+                                      [--beside 4] [--host-mib 1024] [--disk FOLDER]
 
-Loaded: the prompt was served before, then another took the whole pool. Computed: the same prompt with another salt, so that nothing
-of it is found. `store`: a prompt computed in a full pool, over the same in an engine without the tier; the difference is the copy
-of the blocks that it displaces; both engines use one pool, so their texts mean nothing. The last columns are a step's
-milliseconds of other sequences that decode meanwhile (`--beside`): medians of steps while a load is under way and of steps without
-one, and the time of the load.
+Loaded: the prompt was served before, then another took the whole pool, and with `--disk` others all of host memory: then it is read
+from the disk, or from what the operating system caches of it. Computed: the same prompt with another salt, so that nothing of it is
+found. `store`: a prompt computed in a full pool, over the same in an engine without tiers; the difference is the copy of the blocks
+that it displaces; both engines use one pool, so their texts mean nothing. The last columns are a step's milliseconds of other
+sequences that decode meanwhile (`--beside`): medians of steps while a load is under way and of steps without one, and the time of
+the load.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -20,15 +22,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from conditions import conditions
+from msgspec.structs import replace as replace_settings
 
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.client.loaded_engine import local_hasher
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.ranks.rank_messages import StoreOptions
 from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model
+from pdserve.engine.runner.pool.open_store import StoreClaim
 from pdserve.models.model_folder import model_folder
+
+DISK_GIB = 4.0
 
 
 class Asker:
@@ -62,12 +70,24 @@ class Asker:
         """Serve a prompt alone."""
         started = time.perf_counter()
         self.add(seed, num_tokens, salt)
-        while self.core.has_work:
+        while self.core.scheduler.requests:
             self.core.step()
         return (time.perf_counter() - started) * 1e3
 
+    def settle(self) -> None:
+        """Until nothing is written to a disk any more."""
+        while self.core.has_work:
+            self.core.step()
+            time.sleep(0.001)
 
-def make_core(loaded: LoadedModel, settings: WorkerSettings) -> EngineCore:
+    @property
+    def num_loaded(self) -> int:
+        """Blocks that came from a tier."""
+        tier, store = self.core.scheduler.pool.tier, self.core.scheduler.pool.store
+        return (0 if tier is None else tier.num_loaded) + (0 if store is None else store.num_read)
+
+
+def make_core(loaded: LoadedModel, settings: WorkerSettings, store: StoreOptions | None = None) -> EngineCore:
     return make_engine_core(
         loaded.engine_config(settings),
         loaded.decoder,
@@ -75,6 +95,7 @@ def make_core(loaded: LoadedModel, settings: WorkerSettings) -> EngineCore:
         local_hasher(settings.block_size),
         loaded.decoder.config.vocab_size,
         host_caches=loaded.host_caches,
+        store=store,
     )
 
 
@@ -110,38 +131,43 @@ def measure(args: argparse.Namespace, folder: Path, length: int) -> None:
         num_threads=args.threads,
         num_blocks=num_blocks,
         kv_host_mib=args.host_mib,
+        kv_disk_path=args.disk,
+        kv_disk_gib=0.0 if args.disk is None else DISK_GIB,
         max_model_len=num_blocks * 16,
         max_num_batched_tokens=512,
         max_num_seqs=16,
     )
     loaded = load_model(folder, settings)
     vocab_size = loaded.decoder.config.vocab_size
-    asker = Asker(make_core(loaded, settings), vocab_size)
-    plain = replace(loaded, host_caches=())
+    claim = None if args.disk is None else StoreClaim(settings, loaded.layout, DEVELOPMENT_KEY)
+    asker = Asker(make_core(loaded, settings, None if claim is None else claim.options), vocab_size)
+    plain, plain_settings = replace(loaded, host_caches=()), replace_settings(settings, kv_disk_path=None)
     times: dict[str, list[float]] = {"loaded": [], "computed": [], "full": [], "full without": []}
     beside: list[tuple[float, float, float]] = []
     fresh = 1000
     asker.first_token_ms(1, length)
     asker.first_token_ms(1, length)
-    without = Asker(make_core(plain, settings), vocab_size)
+    without = Asker(make_core(plain, plain_settings), vocab_size)
+    # what is in host memory has to leave it, too
+    num_displaced = 1 if claim is None else 1 - (-loaded.host_caches[0].shape[0] // num_blocks)
 
     def displace(one: Asker) -> None:
         nonlocal fresh
-        fresh += 1
-        one.first_token_ms(fresh, num_blocks * 16 - 1)
+        for _ in range(num_displaced):
+            fresh += 1
+            one.first_token_ms(fresh, num_blocks * 16 - 1)
+            one.settle()
 
     displace(asker)
     displace(without)
-    tier = asker.core.scheduler.pool.tier
-    assert tier is not None
     for turn in range(args.rounds + 1):
-        before = tier.num_loaded
+        before = asker.num_loaded
         times["loaded"].append(asker.first_token_ms(1, length))
-        assert tier.num_loaded - before >= (length - 1) // 16, "it was not loaded"
+        assert asker.num_loaded - before >= (length - 1) // 16, "it was not loaded"
         displace(asker)
-        before = tier.num_loaded
+        before = asker.num_loaded
         times["computed"].append(asker.first_token_ms(1, length, f"turn {turn}"))
-        assert tier.num_loaded == before
+        assert asker.num_loaded == before
         displace(asker)
         for name, one in (("full", asker), ("full without", without)):
             fresh += 1
@@ -151,7 +177,9 @@ def measure(args: argparse.Namespace, folder: Path, length: int) -> None:
             displace(asker)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     num_bytes = (length - 1) // 16 * loaded.layout.place_bytes
-    during, usual, load_ms = (statistics.median(column) for column in zip(*beside[1:], strict=True))
+    during, usual, load_ms = (
+        (statistics.median(column) for column in zip(*beside[1:], strict=True)) if beside else (math.nan,) * 3
+    )
     print(
         f"{length:6} | {num_bytes / 2**20:7.1f} | {medians['loaded']:8.2f} | {medians['computed']:8.2f} | "
         f"{medians['computed'] / medians['loaded']:6.1f} | {medians['full'] / medians['full without']:.3f} | "
@@ -162,6 +190,8 @@ def measure(args: argparse.Namespace, folder: Path, length: int) -> None:
         one.core.scheduler.check(idle=True)
         one.core.executor.close()
     loaded.close()
+    if claim is not None:
+        claim.release()
 
 
 def main() -> None:
@@ -173,6 +203,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--beside", type=int, default=4)
     parser.add_argument("--host-mib", type=int, default=1024)
+    parser.add_argument("--disk", help="a folder; --host-mib then is a few blocks, so that they leave host memory soon")
     args = parser.parse_args()
     import torch
 

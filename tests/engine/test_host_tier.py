@@ -120,7 +120,7 @@ def lose(engine: Harness, name: bytes) -> None:
     assert tier is not None
     assert pool.find(name) is None
     shape, row = tier._slots.pop(name)
-    del tier._names[shape][name]
+    tier._names[shape].remove(name)
     tier._free[shape].append((shape, row))
 
 

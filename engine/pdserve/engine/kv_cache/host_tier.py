@@ -1,15 +1,16 @@
 """`HostTier`: which cached blocks lie in host memory, and which of them to give up next. Only the engine thread touches it.
 
 A block enters the tier when the pool reuses a cached one, and remains when it is loaded again: the pool and the tier may both have
-it. It leaves when its slot is needed and it is the one of its shape that was used least recently. A slot that a load reads is
+it. It leaves when its slot is needed and it is the first of its shape in the order of `UseOrder`. A slot that a load reads is
 pinned: it keeps its bytes until the load has ended, however that ends.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
+from pdserve.engine.kv_cache.use_order import UseOrder
 from pdserve.engine.sequence_blocks import BlockCounts, RowPairs, pairs_by_shape
 
 Slot = tuple[int, int]
@@ -27,8 +28,8 @@ class HostTier:
         """num_slots: for blocks of each shape."""
         self.num_slots: BlockCounts = num_slots
         self._slots: dict[bytes, Slot] = {}
-        self._names: tuple[OrderedDict[bytes, None], ...] = tuple(OrderedDict() for _ in num_slots)
-        """Per shape the names of its blocks, least recently used first."""
+        self._names = tuple(UseOrder() for _ in num_slots)
+        """Per shape the names of its blocks."""
         self._free = tuple([(shape, row) for row in reversed(range(count))] for shape, count in enumerate(num_slots))
         self._pins: Counter[Slot] = Counter()
         """Slot -> loads that read it."""
@@ -62,19 +63,18 @@ class HostTier:
         """
         names = self._names[shape]
         if name in names:
-            names.move_to_end(name)
+            names.use(name)
             return None
         evicted = None
         if self._free[shape]:
             slot = self._free[shape].pop()
         else:
-            evicted = next((known for known in names if not self._pins[self._slots[known]]), None)
+            evicted = names.take_first(lambda known: not self._pins[self._slots[known]])
             if evicted is None:
                 return name
-            del names[evicted]
             slot = self._slots.pop(evicted)
             self.num_evicted += 1
-        names[name] = None
+        names.use(name)
         self._slots[name] = slot
         self._stores[slot] = row
         return evicted
@@ -101,7 +101,7 @@ class HostTier:
         self._pins.update(slots)
         # the first blocks of a sequence are given up last, as in the pool
         for name, (shape, _) in zip(reversed(names), reversed(slots), strict=True):
-            self._names[shape].move_to_end(name)
+            self._names[shape].use(name)
         return slots
 
     def unpin(self, slots: Sequence[Slot]) -> None:
