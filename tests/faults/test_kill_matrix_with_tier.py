@@ -44,6 +44,8 @@ async def test_i4_a_fault_beside_loads_loses_nothing(
     await hurt(matrix, matrix_rows, phase, role, way)
     async with InferenceClient(matrix.cluster.router.address) as client:
         await _loaded(matrix, client, f"{phase}-{role}-{way}")
+        # asked for in each test, with others between that take pools and host memory, and with deaths
+        assert await matrix.ask_all(client, "in-each-test") == matrix.calm
     matrix.cluster.check_pools()
 
 
