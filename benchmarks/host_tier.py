@@ -208,7 +208,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    folder = model_folder(args.model) if args.model == "demo" else Path(args.model)
+    folder = model_folder(args.model)
     for name, value in conditions().items():
         print(f"{name}: {value}")
     print(args)
