@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 from cluster_of_processes import serving
+from completions import Completion, completion_body, stream_completion
 from conditions import print_conditions
 
 from pdserve.models.model_folder import model_folder
@@ -30,33 +31,15 @@ async def stream(
     http: httpx.AsyncClient, url: str, prompt: list[int], tokens: int, begun: asyncio.Event
 ) -> list[float]:
     """Seconds between two messages with tokens."""
-    body = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    gaps, last, count = [], 0.0, 0
-    async with http.stream("POST", f"{url}/v1/completions", json=body) as reply:
-        reply.raise_for_status()
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            now, found = time.perf_counter(), json.loads(line.removeprefix("data: "))["choices"]
-            new = sum(len(choice.get("token_ids") or ()) for choice in found)
-            if not new:
-                continue
-            count += new
-            if last:
-                gaps.append(now - last)
-            last = now
-            if count >= tokens // 4:
-                begun.set()
-    if count != tokens:
+
+    def note(completion: Completion) -> None:
+        if len(completion.token_ids) >= tokens // 4:
+            begun.set()
+
+    completion = await stream_completion(http, f"{url}/v1/completions", completion_body(prompt, tokens), note)
+    if (count := len(completion.token_ids)) != tokens:
         raise RuntimeError(f"a stream had {count} tokens of {tokens}")
-    return gaps
+    return completion.gaps_s
 
 
 async def round_of(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
+from completions import stream_completion
 
 ASK_PREFILL = {
     "do_remote_decode": True,
@@ -117,10 +118,5 @@ async def _stream(client: httpx.AsyncClient, target: Target, prompt: list[int], 
     start = time.perf_counter()
     body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body = await target.first_call(client, body)
-    times = []
-    async with client.stream("POST", target.url, json=body) as reply:
-        reply.raise_for_status()
-        async for line in reply.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                times.append(time.perf_counter() - start)
-    return times
+    completion = await stream_completion(client, target.url, body)
+    return [at_s - start for at_s in completion.message_s]

@@ -16,7 +16,6 @@ import asyncio
 import json
 import random
 import statistics
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import httpx
 from cluster_of_processes import serving
+from completions import completion_body, stream_completion
 from conditions import print_conditions
 
 from pdserve.models.model_folder import model_folder
@@ -52,39 +52,17 @@ class Served:
         return [seconds for of_turn in self.ttft_s[1:] for seconds in of_turn]
 
 
-async def ask(http: httpx.AsyncClient, url: str, prompt: list[int]) -> tuple[list[int], float, int]:
-    """Answer, seconds to its first token, cached tokens."""
-    body = {
-        "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True}, "return_token_ids": True,
-    }  # fmt: skip
-    started, first, cached = time.perf_counter(), 0.0, 0
-    answer: list[int] = []
-    async with http.stream("POST", f"{url}/v1/completions", json=body) as reply:
-        reply.raise_for_status()
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            first = first or time.perf_counter() - started
-            event = json.loads(line.removeprefix("data: "))
-            for choice in event["choices"]:
-                answer += choice.get("token_ids") or []
-            if usage := event.get("usage"):
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return answer, first, cached
-
-
 async def converse(http: httpx.AsyncClient, url: str, seed: int, vocabulary: int, think_s: float, into: Served) -> None:
     draw = random.Random(seed)
     text = [draw.randrange(10, vocabulary) for _ in range(FIRST_TOKENS)]
     known = 0
     for turn in range(NUM_TURNS):
-        answer, first, cached = await ask(http, url, text)
-        into.ttft_s[turn].append(first)
+        answer = await stream_completion(http, f"{url}/v1/completions", completion_body(text, OUTPUT_TOKENS))
+        into.ttft_s[turn].append(answer.ttft_s)
         if turn:
-            into.computed += len(text) - cached
+            into.computed += len(text) - answer.num_cached_tokens
             into.necessary += len(text) - known
-        text = [*text, *answer]
+        text = [*text, *answer.token_ids]
         # the last token of an answer is never computed
         known = (len(text) - 1) // BLOCK_SIZE * BLOCK_SIZE
         text += [draw.randrange(10, vocabulary) for _ in range(INPUT_TOKENS)]

@@ -18,7 +18,6 @@ import asyncio
 import json
 import random
 import statistics
-import time
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Any
 
 import httpx
 from cluster_of_processes import serving
+from completions import completion_body, stream_completion
 from conditions import conditions
 
 from pdserve.models.model_folder import model_folder
@@ -104,24 +104,10 @@ async def serve(client: httpx.AsyncClient, url: str, prompts: list[list[int]], c
 
     async def one(prompt: list[int]) -> None:
         async with gate:
-            body = {
-                "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
-                "stream_options": {"include_usage": True},
-            }  # fmt: skip
-            started = time.perf_counter()
-            first: float | None = None
-            async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
-                reply.raise_for_status()
-                async for line in reply.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    first = first or time.perf_counter()
-                    if usage := json.loads(line.removeprefix("data: ")).get("usage"):
-                        into.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-                        into.prompt_tokens += usage["prompt_tokens"]
-            if first is None:
-                raise RuntimeError("a request had no answer")
-            into.ttft_s.append(first - started)
+            answer = await stream_completion(client, f"{url}/v1/completions", completion_body(prompt, OUTPUT_TOKENS))
+            into.cached_tokens += answer.num_cached_tokens
+            into.prompt_tokens += answer.num_prompt_tokens
+            into.ttft_s.append(answer.ttft_s)
 
     await asyncio.gather(*(one(prompt) for prompt in prompts))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.bench.workload import TRACE_BLOCK_TOKENS, BenchSession, Shape, random_sessions, trace_sessions
+from pdserve.cli.bench.traces.mooncake import BLOCK_TOKENS
+from pdserve.cli.bench.workload import BenchSession, Shape, random_sessions, trace_sessions
 from pdserve.common.errors import ConfigError
 
 
@@ -80,8 +81,8 @@ def test_a_trace_keeps_arrivals_lengths_and_shared_blocks(tmp_path: Path) -> Non
     assert [first.arrival_s, second.arrival_s, third.arrival_s] == [0.0, 1.0, 4.0]
     prompts = [session.turns[0].token_ids for session in (first, second, third)]
     assert [len(prompt) for prompt in prompts] == [1030, 1500, 512]
-    assert prompts[0][: 2 * TRACE_BLOCK_TOKENS] == prompts[1][: 2 * TRACE_BLOCK_TOKENS]
-    assert prompts[0][2 * TRACE_BLOCK_TOKENS :] != prompts[1][2 * TRACE_BLOCK_TOKENS :][:6]
+    assert prompts[0][: 2 * BLOCK_TOKENS] == prompts[1][: 2 * BLOCK_TOKENS]
+    assert prompts[0][2 * BLOCK_TOKENS :] != prompts[1][2 * BLOCK_TOKENS :][:6]
     assert [session.turns[0].output_tokens for session in (first, second, third)] == [5, 6, 7]
     assert len(list(trace_sessions(path, 0, draw_tokens, num=2))) == 2
 

@@ -25,7 +25,8 @@ from pdserve.cli.bench.endpoints import Endpoint, GrpcEndpoint, OpenAIEndpoint, 
 from pdserve.cli.bench.report import as_html, as_json, plots, tables, write_plots
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
-from pdserve.cli.bench.workload import BenchSession, DrawTokens, Shape, random_sessions, trace_sessions
+from pdserve.cli.bench.traces.trace_text import DrawTokens
+from pdserve.cli.bench.workload import BenchSession, Shape, random_sessions, trace_sessions
 from pdserve.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import ClientTls

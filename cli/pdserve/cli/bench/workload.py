@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
+from pdserve.cli.bench.traces.mooncake import BLOCK_TOKENS, read_mooncake
+from pdserve.cli.bench.traces.trace_text import DrawTokens, TraceText
 from pdserve.common.errors import ConfigError
-
-TRACE_BLOCK_TOKENS = 512
-"""Tokens that one hash id of a trace stands for. Source: the traces published with Mooncake (FAST '25)."""
-MAX_TRACE_LINE_BYTES = 1 << 20
-MAX_TRACE_TOKENS = 1 << 24
-"""Limit of a trace's prompt and of its answer."""
-
-DrawTokens = Callable[[random.Random, int], list[int]]
-"""(random numbers, length) -> token ids of that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +74,6 @@ def random_sessions(shape: Shape, num: int, seed: int, draw_tokens: DrawTokens) 
         yield BenchSession(turns)
 
 
-class TraceLine(msgspec.Struct):
-    """One line of a trace."""
-
-    timestamp: float
-    """Milliseconds from the trace's start."""
-    input_length: int
-    output_length: int
-    hash_ids: list[int] = []
-    """One id per 512 prompt tokens; equal ids stand for equal tokens."""
-
-
 def trace_sessions(
     path: Path, seed: int, draw_tokens: DrawTokens, *, speed: float = 1.0, num: int | None = None
 ) -> Iterator[BenchSession]:
@@ -101,50 +81,7 @@ def trace_sessions(
 
     speed: 2 replays in half the time. num: number of lines, at most. Raises: ConfigError naming file and line.
     """
-    decoder = msgspec.json.Decoder(TraceLine)
-    first_s: float | None = None
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"--trace is {path}, which cannot be read: {error.strerror}") from error
-    with file as lines:
-        number = 0
-        while (num is None or number < num) and (line := lines.readline(MAX_TRACE_LINE_BYTES + 1)):
-            number += 1
-            if not line.strip():
-                continue
-            entry = _trace_line(decoder, line, f"{path}, line {number}")
-            arrival_s = entry.timestamp / 1e3 / speed
-            first_s = arrival_s if first_s is None else first_s
-            yield BenchSession(
-                [Turn(_trace_prompt(entry, seed, draw_tokens), entry.output_length)], arrival_s - first_s
-            )
-
-
-def _trace_line(decoder: msgspec.json.Decoder[TraceLine], line: bytes, label: str) -> TraceLine:
-    if len(line) > MAX_TRACE_LINE_BYTES:
-        raise ConfigError(f"{label}: longer than {MAX_TRACE_LINE_BYTES} bytes")
-    try:
-        entry = decoder.decode(line)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{label}: {error}") from error
-    for name in ("input_length", "output_length"):
-        if not 1 <= (value := getattr(entry, name)) <= MAX_TRACE_TOKENS:
-            raise ConfigError(f"{label}: {name} is {value}, 1 to {MAX_TRACE_TOKENS} is needed")
-    num_blocks = -(-entry.input_length // TRACE_BLOCK_TOKENS)
-    if entry.hash_ids and len(entry.hash_ids) != num_blocks:
-        raise ConfigError(
-            f"{label}: {len(entry.hash_ids)} hash_ids for {entry.input_length} tokens, {num_blocks} blocks of "
-            f"{TRACE_BLOCK_TOKENS} tokens are needed"
-        )
-    return entry
-
-
-def _trace_prompt(entry: TraceLine, seed: int, draw_tokens: DrawTokens) -> list[int]:
-    """Draw the prompt of a line; equal hash ids give equal tokens in every line."""
-    if not entry.hash_ids:
-        return draw_tokens(random.Random(f"{seed} {entry.timestamp} {entry.input_length}"), entry.input_length)
-    prompt: list[int] = []
-    for hash_id in entry.hash_ids:
-        prompt += draw_tokens(random.Random(f"{seed} block {hash_id}"), TRACE_BLOCK_TOKENS)
-    return prompt[: entry.input_length]
+    text = TraceText(seed, BLOCK_TOKENS, draw_tokens)
+    for session in read_mooncake(path, num):
+        for request in session.requests:
+            yield BenchSession([Turn(text.prompt(request), request.output_tokens)], session.start_s / speed)
