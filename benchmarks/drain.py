@@ -20,6 +20,7 @@ import httpx
 from cluster_of_processes import serving
 from completions import Completion, completion_body, stream_completion
 from conditions import print_conditions
+from metric_values import metrics
 
 from pdserve.models.model_folder import model_folder
 
@@ -81,14 +82,9 @@ async def measure(
             gaps = await round_of(url, options, draw, vocabulary, names[number // 2 % 2] if drains else "")
             if number:  # the first round warms up
                 found["drain" if drains else "stay"] += gaps
-        text = (await http.get(f"{url}/metrics")).text
-    counts = {
-        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
-        for line in text.splitlines()
-        if line.startswith(
-            ("pdserve_migrations_total", "pdserve_attempts_total", "pdserve_migration_pause_seconds_sum")
-        )
-    }
+        counts = await metrics(http, f"{url}/metrics")
+    shown = ("pdserve_migrations_total", "pdserve_attempts_total", "pdserve_migration_pause_seconds_sum")
+    counts = {name: value for name, value in counts.items() if name.startswith(shown)}
     return found, counts
 
 

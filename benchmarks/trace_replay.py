@@ -37,6 +37,7 @@ from cluster_of_processes import free_port, serving
 from completions import Completion, completion_body, stream_completion
 from conditions import conditions
 from infinite_cache import InfiniteCache
+from metric_values import metrics
 
 from pdserve.cli.bench.traces.mooncake import read_mooncake
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
@@ -192,20 +193,13 @@ def _cut(session: TraceSession, num: int | None, max_tokens: int) -> TraceSessio
     return replace(session, steps=tuple(islice(fitting(), num)))
 
 
-async def _metrics(http: httpx.AsyncClient, url: str) -> dict[str, float]:
-    lines = (await http.get(url)).raise_for_status().text.splitlines()
-    return {
-        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    }
-
-
 async def _counts(http: httpx.AsyncClient, metrics_port: int) -> tuple[int, dict[str, int]]:
     """Tokens that all engines have scheduled, and moves by outcome."""
     scheduled = 0.0
     for worker in range(WORKERS):
-        found = await _metrics(http, f"http://127.0.0.1:{metrics_port + 1 + worker}/metrics")
+        found = await metrics(http, f"http://127.0.0.1:{metrics_port + 1 + worker}/metrics")
         scheduled += found["pdserve_scheduled_tokens_total"]
-    router = await _metrics(http, f"http://127.0.0.1:{metrics_port}/metrics")
+    router = await metrics(http, f"http://127.0.0.1:{metrics_port}/metrics")
     moves = {
         name.split('"')[1]: int(value) for name, value in router.items() if name.startswith("pdserve_block_moves_total")
     }

@@ -11,9 +11,10 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from process_trees import end
@@ -46,28 +47,45 @@ def environment(scratch: Path) -> dict[str, str]:
 @contextmanager
 def prefill_decode(python: Path, model: Path, scratch: Path) -> Iterator[tuple[str, str, list[int]]]:
     """A prefill server on core 0 and a decode server on core 1: their URLs and process numbers."""
-    kv = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"})
-    urls, pids = [], []
+    with servers(python, model, scratch, 1) as ([prefill], [decode], pids):
+        yield prefill, decode, pids
+
+
+@contextmanager
+def servers(
+    python: Path, model: Path, scratch: Path, num: int, extra: Mapping[str, Any] | None = None
+) -> Iterator[tuple[list[str], list[str], list[int]]]:
+    """`num` prefill servers on core 0 and as many decode servers on core 1: their URLs and process numbers.
+
+    extra: `kv_connector_extra_config` of all.
+    """
+    settings = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    kv = json.dumps(settings | ({"kv_connector_extra_config": dict(extra)} if extra else {}))
+    urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+    pids: list[int] = []
     with ExitStack() as stack:
-        for core, (role, port) in enumerate((("prefill", 28100), ("decode", 28200))):
-            command = [
-                "taskset", "-c", str(core), str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model),
-                "--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16",
-                "--max-model-len", "4096", "--enforce-eager", "--kv-transfer-config", kv,
-            ]  # fmt: skip
-            variables = environment(scratch) | {
-                "VLLM_CPU_OMP_THREADS_BIND": str(core),
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(25600 + 100 * core),
-            }
-            log = stack.enter_context((scratch / f"{role}.log").open("w"))
-            process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
-            stack.callback(process.wait)
-            stack.callback(end, [process.pid])
-            pids.append(process.pid)
-            urls.append(f"http://127.0.0.1:{port}")
-        for url in urls:
+        for core, role in enumerate(urls):
+            for number in range(num):
+                port = 28100 + 100 * core + number
+                command = [
+                    "taskset", "-c", str(core), str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model),
+                    "--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16",
+                    "--max-model-len", "4096", "--enforce-eager", "--enable-prompt-tokens-details",
+                    "--kv-transfer-config", kv,
+                ]  # fmt: skip
+                variables = environment(scratch) | {
+                    "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(25600 + 100 * core + 10 * number),
+                }
+                log = stack.enter_context((scratch / f"{role}{number}.log").open("w"))
+                process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+                stack.callback(process.wait)
+                stack.callback(end, [process.pid])
+                pids.append(process.pid)
+                urls[role].append(f"http://127.0.0.1:{port}")
+        for url in (*urls["prefill"], *urls["decode"]):
             _await_health(url, pids)
-        yield urls[0], urls[1], pids
+        yield urls["prefill"], urls["decode"], pids
 
 
 def _await_health(url: str, pids: list[int]) -> None:
