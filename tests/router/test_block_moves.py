@@ -10,7 +10,7 @@ import pytest
 from pdserve.common import timeline as moments
 from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.placement.block_moves import ALWAYS_LIMIT_S, FIRST_S, LEAST_LIMIT_S, BlockMoves
+from pdserve.router.placement.block_moves import ALWAYS_LIMIT_S, FIRST_S, KEPT_S, LEAST_LIMIT_S, BlockMoves
 from pdserve.router.placement.placement import Candidate, PlacementRules, choose, place
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from tests.router.candidates import seen, worker
@@ -108,7 +108,12 @@ def test_estimates_are_those_of_the_formula() -> None:
     assert move.base_s == pytest.approx(base_s)
     assert move.move_s == pytest.approx(1.5 * base_s)
     assert move.compute_s == pytest.approx(100 * SIZE / SLOW)
-    assert move.limit_s == pytest.approx(max(LEAST_LIMIT_S, 3 * base_s))
+    assert move.limit_s == pytest.approx(move.compute_s), "computing takes longer than twice the estimate"
+    [fast] = moves().with_moves([prefill("p1", 399, rate=2 * SIZE / FIRST_S)], [decode("d1", 400)])
+    assert fast.move is None
+    [short] = moves("auto").with_moves([prefill("p1", 395, rate=SIZE / FIRST_S)], [decode("d1", 400)])
+    assert short.move is not None
+    assert short.move.limit_s == pytest.approx(max(LEAST_LIMIT_S, 2 * short.move.move_s))
     [insists] = moves("always").with_moves([prefill("p1", 10)], [decode("d1", 110)])
     assert insists.move is not None
     assert insists.move.limit_s == ALWAYS_LIMIT_S
@@ -131,12 +136,29 @@ def test_a_prefix_at_a_busy_worker_costs_an_idle_one_little() -> None:
     assert placement.move.source is busy.worker
 
 
-def ended(it: BlockMoves, reader: Candidate, seconds: float | None) -> None:
+def ended(
+    it: BlockMoves, reader: Candidate, seconds: float | None, started_s: float | None = None, cached: int = 0
+) -> None:
+    """seconds: until the blocks landed; None: they did not. started_s: until the worker computed."""
     timeline, now = Timeline(), time.time_ns()
     timeline.moments_unix_ns[moments.PREFILL_QUEUED] = now
-    if seconds is not None:
-        timeline.moments_unix_ns[moments.BLOCKS_LANDED] = now + int(seconds * 1e9)
-    it.ended(reader.move, timeline)
+    for name, after in ((moments.BLOCKS_LANDED, seconds), (moments.PREFILL_STARTED, started_s)):
+        if after is not None:
+            timeline.moments_unix_ns[name] = now + int(after * 1e9)
+    it.ended(reader.move, timeline, cached)
+
+
+def move_of(it: BlockMoves, num_blocks: int = 300, rate: float = 1.0) -> Candidate:
+    [reader] = it.with_moves([prefill("p1", rate=rate)], [decode("d1", num_blocks)])
+    assert reader.move is not None
+    return reader
+
+
+def expected_s(it: BlockMoves, num_blocks: int = 300) -> tuple[float, float]:
+    """The estimate without and with the spread."""
+    move = move_of(it, num_blocks).move
+    assert move is not None
+    return move.base_s, move.move_s
 
 
 def test_what_moves_take_is_learned_and_how_often_they_were_right_is_counted() -> None:
@@ -147,15 +169,66 @@ def test_what_moves_take_is_learned_and_how_often_they_were_right_is_counted() -
     ended(it, reader, None)
     ended(it, reader, 0.9 * reader.move.compute_s)
     ended(it, reader, 1.1 * reader.move.compute_s)
-    it.ended(None, Timeline())
-    assert dict(it.num_ended) == {"failed": 1, "faster": 1, "slower": 1}
+    ended(it, reader, None, cached=299 * SIZE)
+    ended(it, reader, None, cached=300 * SIZE)
+    it.ended(None, Timeline(), 0)
+    assert dict(it.num_ended) == {"failed": 2, "faster": 1, "slower": 1, "unneeded": 1}
     for _ in range(100):
         ended(it, reader, 3 * reader.move.base_s)
-    [steady] = it.with_moves([prefill("p1")], source)
-    assert steady.move is not None
-    assert steady.move.move_s == pytest.approx(3 * reader.move.base_s, rel=0.05), "regular moves have no spread"
+    base_s, move_s = expected_s(it)
+    assert base_s == pytest.approx(3 * reader.move.base_s, rel=0.05)
+    assert move_s == pytest.approx((1 + 2 / 3) * base_s), "these took three times as long as was expected of them"
+    for _ in range(100):
+        ended(it, move_of(it), 3 * reader.move.base_s)
+    steady_s = expected_s(it)[1]
+    assert steady_s == pytest.approx(3 * reader.move.base_s, rel=0.05), "regular moves have no spread"
     for number in range(100):
-        ended(it, reader, (1 + 4 * (number % 2)) * reader.move.base_s)
-    [irregular] = it.with_moves([prefill("p1")], source)
-    assert irregular.move is not None
-    assert irregular.move.move_s > 1.4 * steady.move.move_s
+        ended(it, move_of(it), (1 + 4 * (number % 2)) * reader.move.base_s)
+    assert expected_s(it)[1] > 1.4 * steady_s
+
+
+def test_the_first_block_is_learned_apart_from_the_others() -> None:
+    it = moves()
+    for _ in range(50):
+        ended(it, move_of(it, 1), 0.031)
+        ended(it, move_of(it, 300), 0.33)
+    assert expected_s(it, 1)[0] == pytest.approx(0.031, rel=0.05)
+    assert expected_s(it, 100)[0] == pytest.approx(0.13, rel=0.05)
+
+
+def test_a_line_that_noise_made_too_steep_or_falling_promises_nothing_wrong() -> None:
+    steep, falling = moves(), moves()
+    for _ in range(50):
+        ended(steep, move_of(steep, 100), 0.01)
+        ended(steep, move_of(steep, 300), 0.5)
+        ended(falling, move_of(falling, 10), 0.5)
+        ended(falling, move_of(falling, 300), 0.01)
+    assert expected_s(steep, 1)[0] > 0
+    assert expected_s(steep, 300)[0] > expected_s(steep, 100)[0]
+    assert expected_s(falling, 300)[0] == pytest.approx(expected_s(falling, 10)[0], rel=1e-6)
+    assert 0.01 < expected_s(falling, 300)[0] < 0.5
+
+
+def test_a_move_that_was_given_up_makes_the_next_one_wait_longer() -> None:
+    it = moves()
+    reader = move_of(it, rate=300 * SIZE / 0.1)
+    assert reader.move is not None
+    assert reader.move.limit_s == pytest.approx(0.1)
+    before = expected_s(it)[1]
+    ended(it, reader, None, started_s=0.5 * reader.move.limit_s)
+    assert expected_s(it)[1] == before, "it failed at once: that says nothing of how long moves take"
+    ended(it, reader, None, started_s=1.01 * reader.move.limit_s)
+    assert 1.5 * before < expected_s(it)[1] < reader.move.limit_s, "one that waited long does not end all others"
+    assert it.num_ended["failed"] == 2
+
+
+def test_slow_moves_are_forgotten_so_that_moves_are_tried_again() -> None:
+    now = 100.0
+    it = BlockMoves("auto", TransferBandwidth(), clock=lambda: now)
+    before = expected_s(it)
+    for _ in range(20):
+        ended(it, move_of(it), 5.0)
+    now += KEPT_S
+    assert expected_s(it)[0] > 4.0
+    now += 0.1
+    assert expected_s(it) == before

@@ -3,12 +3,16 @@
 Any worker of either role that has more of the prompt than the one that computes it can be the source: the decode worker of the
 conversation's last turn, or a prefill worker that has computed the same beginning. Blocks are moved where that takes less time:
 
-    move(b)    = (FIRST_S + bytes of b blocks / bandwidth) * (error + spread)
+    move(b)    = (first + bytes of b blocks * seconds per byte) * (1 + spread)
     compute(b) = tokens of b blocks / rate of the worker that computes
 
-The error is the recent mean of what moves took over the first factor, the spread their mean distance from it, so moves have to win
-by more where they are less regular. A worker's rate is the last one that it has reported; without any, nothing is moved. What has
-not come after twice the estimate is computed; with `block_moves` `always` after 10 s.
+The line is fitted to the last moves; before the first it is FIRST_S and the bandwidth of other transfers. The spread is the mean
+distance from it, as a part of the longer of both times, so moves have to win by more where they are less regular. A worker's rate
+is the last one that it has reported; without any, nothing is moved.
+
+What has not come after twice the estimate, or in the time that computing it takes if that is longer, is computed: waiting never
+costs more than it could have saved. A move that was given up counts with the time that was waited, or the next ones would be given
+up, too. With `block_moves` `always` the limit is 10 s.
 
 Each candidate is placed with the move that it would make: moved blocks count as the tokens that it could compute in that time. So a
 prefix that a busy worker has costs an idle one little.
@@ -16,14 +20,16 @@ prefix that a busy worker has costs an idle one little.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.line_fit import LineFit
 from pdserve.common.protocol import works_with
 from pdserve.common.timeline import Timeline
 from pdserve.router.placement.placement import BlockMove, Candidate
@@ -34,23 +40,39 @@ FIRST_S = 0.005
 LEAST_LIMIT_S = 0.02
 ALWAYS_LIMIT_S = 10.0
 """With `block_moves` `always`, by which a move is not chosen by its estimate."""
+KEPT_S = 15.0
+"""Seconds without a move after which what moves took is forgotten; else moves that were slow once would never be tried again."""
+_FIRST_WEIGHT = 2
+"""The first estimate counts as so many moves of no bytes, and so many of the bytes of the first move. One move that had to wait
+for a long step does not end all others."""
 _KEPT = 0.9
-"""Weight of old errors with each new move."""
+"""Weight of older moves with each new one."""
 _FIRST_SPREAD = 0.5
+_LEAST_SPREAD = 0.05
+"""Least spread of moved bytes, as variance over the square of their mean, for which a slope is fitted."""
 
-MOVE_OUTCOMES = ("faster", "slower", "failed")
-"""Of moves: it took less time than the estimate for computing; more; or the blocks were computed after all."""
+MOVE_OUTCOMES = ("faster", "slower", "unneeded", "failed")
+"""Of moves: it took less time than the estimate for computing; more; the worker had the blocks when the request came; or they were
+computed after all."""
 
 
 class BlockMoves:
     """One router's choices, and how often they were right."""
 
-    def __init__(self, setting: Literal["never", "auto", "always"], bandwidth: TransferBandwidth) -> None:
+    def __init__(
+        self,
+        setting: Literal["never", "auto", "always"],
+        bandwidth: TransferBandwidth,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """setting: `block_moves`."""
         self._setting = setting
         self._bandwidth = bandwidth
-        self._error = 1.0
+        self._clock = clock
+        self._line = LineFit()
+        """Seconds over bytes."""
         self._spread = _FIRST_SPREAD
+        self._measured_at = 0.0
         self.num_ended: Counter[str] = Counter()
         """Moves by `MOVE_OUTCOMES`."""
 
@@ -66,33 +88,68 @@ class BlockMoves:
             return reader
         have, rate = reader.overlap_blocks, reader.worker.prefill_tokens_per_s
         num_bytes = _moved_bytes(reader.worker.identity.layout, have, have + num_blocks)
-        base_s = FIRST_S + num_bytes / self._bandwidth.bytes_per_s
-        move_s = base_s * (self._error + self._spread)
+        base_s = self._expected_s(num_bytes)
+        move_s = base_s * (1 + self._spread)
+        compute_s = num_blocks * reader.block_size / rate if rate else None
+        limit_s = max(LEAST_LIMIT_S, 2 * move_s, compute_s or 0.0)
         move = BlockMove(
             source=source.worker,
             num_blocks=num_blocks,
+            num_bytes=num_bytes,
+            num_tokens=(have + num_blocks) * reader.block_size,
             base_s=base_s,
             move_s=move_s,
-            compute_s=num_blocks * reader.block_size / rate if rate else None,
-            limit_s=ALWAYS_LIMIT_S if self._setting == "always" else max(LEAST_LIMIT_S, 2 * move_s),
+            compute_s=compute_s,
+            limit_s=ALWAYS_LIMIT_S if self._setting == "always" else limit_s,
         )
         return msgspec.structs.replace(reader, move=move) if move.pays or self._setting == "always" else reader
 
-    def ended(self, move: BlockMove | None, timeline: Timeline) -> None:
-        """Learn from an attempt that has been served. move: that of its placement."""
+    def ended(self, move: BlockMove | None, timeline: Timeline, num_cached_tokens: int) -> None:
+        """Learn from an attempt that has been served. move: that of its placement. num_cached_tokens: of the prompt, as its worker
+        found it."""
         if move is None:
             return
         known = timeline.moments_unix_ns
         begun, landed = known.get(moments.PREFILL_QUEUED), known.get(moments.BLOCKS_LANDED)
-        if begun is None or landed is None:
+        if begun is not None and landed is not None:
+            seconds = max(0, landed - begun) / 1e9
+            self._learn(move, seconds)
+            is_faster = move.compute_s is not None and seconds < move.compute_s
+            self.num_ended["faster" if is_faster else "slower"] += 1
+        elif num_cached_tokens >= move.num_tokens:
+            self.num_ended["unneeded"] += 1
+        else:
             self.num_ended["failed"] += 1
-            return
-        seconds = max(0, landed - begun) / 1e9
-        error = seconds / move.base_s
-        self._spread = _KEPT * self._spread + (1 - _KEPT) * abs(error - self._error)
-        self._error = _KEPT * self._error + (1 - _KEPT) * error
-        is_faster = move.compute_s is not None and seconds < move.compute_s
-        self.num_ended["faster" if is_faster else "slower"] += 1
+            started = known.get(moments.PREFILL_STARTED)
+            if begun is not None and started is not None and started - begun >= move.limit_s * 1e9:
+                self._learn(move, (started - begun) / 1e9)
+
+    def _learn(self, move: BlockMove, seconds: float) -> None:
+        self._forget_if_old()
+        if not self._line.weight:
+            first = [(num_bytes, self._expected_s(num_bytes)) for num_bytes in (0.0, move.num_bytes)]
+            for num_bytes, expected_s in first * _FIRST_WEIGHT:
+                self._line.add(num_bytes, expected_s, 1.0)
+        distance = abs(seconds - move.base_s) / max(seconds, move.base_s)
+        self._spread = _KEPT * self._spread + (1 - _KEPT) * distance
+        self._line.add(move.num_bytes, seconds, _KEPT)
+        self._measured_at = self._clock()
+
+    def _expected_s(self, num_bytes: float) -> float:
+        """Seconds that a move of so many bytes is expected to take."""
+        self._forget_if_old()
+        line, byte_s = self._line, 1 / self._bandwidth.bytes_per_s
+        if not line.weight:
+            return FIRST_S + num_bytes * byte_s
+        if line.spread > _LEAST_SPREAD * line.x**2:
+            byte_s = max(0.0, line.slope)
+        first_s = (line.y - byte_s * line.x) / line.weight
+        # a line that begins below 0 is too steep: then all time counts for bytes
+        return first_s + num_bytes * byte_s if first_s > 0 else num_bytes * line.y / line.x
+
+    def _forget_if_old(self) -> None:
+        if self._line.weight and self._clock() - self._measured_at > KEPT_S:
+            self._line, self._spread = LineFit(), _FIRST_SPREAD
 
 
 class _BestSources:

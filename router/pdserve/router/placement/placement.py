@@ -76,8 +76,11 @@ class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
     source: RemoteWorker
     num_blocks: int
     """Places of the prompt that the source has and the reader has not, by their reports."""
+    num_bytes: float
+    num_tokens: int
+    """Tokens of the prompt's beginning that the reader has afterwards."""
     base_s: float
-    """`move` without error and spread."""
+    """`move` without the spread."""
     move_s: float
     compute_s: float | None
     """None if the reader's rate is unknown."""

@@ -119,7 +119,7 @@ class EmbeddingTask(PlacedTask["array[float]"]):
         finally:
             reservation.end()
         self.timeline.merge(self._embedded.moments)
-        self._services.selector.moves.ended(placement.move, self.timeline)
+        self._services.selector.moves.ended(placement.move, self.timeline, self._embedded.num_cached_tokens)
 
     def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
         return {

@@ -179,7 +179,7 @@ class PromptTask(PlacedTask[None]):
         if (finished := timeline.moments_unix_ns.get(moments.DECODE_FINISHED)) is not None:
             self.timeline.merge({moments.DECODE_FINISHED: finished})
         self._services.selector.bandwidth.landed(attempt.transfer_bytes, timeline)
-        self._services.selector.moves.ended(placement.move, timeline)
+        self._services.selector.moves.ended(placement.move, timeline, self._record.num_cached_tokens)
 
     async def _move(self, attempt: Attempt, prepared: GenerationRequest, worker: RemoteWorker) -> None:
         """Have another decode worker continue an attempt's sequences: full blocks are copied while tokens flow."""
@@ -201,7 +201,14 @@ class PromptTask(PlacedTask[None]):
             self.hashed(known, receiver.identity.layout).request, sampling_params=SamplingParams(), index=0, n=1
         )
         move = BlockMove(
-            source=source, num_blocks=0, base_s=0.0, move_s=0.0, compute_s=None, limit_s=FETCH_AHEAD_LIMIT_S
+            source=source,
+            num_blocks=0,
+            num_bytes=0.0,
+            num_tokens=0,
+            base_s=0.0,
+            move_s=0.0,
+            compute_s=None,
+            limit_s=FETCH_AHEAD_LIMIT_S,
         )
         try:
             await fetch(receiver, request, next(self._numbers), move)
