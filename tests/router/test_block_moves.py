@@ -137,12 +137,19 @@ def test_a_prefix_at_a_busy_worker_costs_an_idle_one_little() -> None:
 
 
 def ended(
-    it: BlockMoves, reader: Candidate, seconds: float | None, started_s: float | None = None, cached: int = 0
+    it: BlockMoves,
+    reader: Candidate,
+    seconds: float | None,
+    started_s: float | None = None,
+    cached: int = 0,
+    reserved_s: float = 0.0,
 ) -> None:
-    """seconds: until the blocks landed; None: they did not. started_s: until the worker computed."""
+    """All until something happened. seconds: the blocks landed; None: they did not. reserved_s: they had room. started_s: the
+    worker computed."""
     timeline, now = Timeline(), time.time_ns()
     timeline.moments_unix_ns[moments.PREFILL_QUEUED] = now
-    for name, after in ((moments.BLOCKS_LANDED, seconds), (moments.PREFILL_STARTED, started_s)):
+    times = {moments.BLOCKS_LANDED: seconds, moments.PREFILL_STARTED: started_s}
+    for name, after in (times | {moments.BLOCKS_RESERVED: None if seconds is None else reserved_s}).items():
         if after is not None:
             timeline.moments_unix_ns[name] = now + int(after * 1e9)
     it.ended(reader.move, timeline, cached)
@@ -217,11 +224,18 @@ def test_a_move_that_was_given_up_makes_the_next_one_wait_longer() -> None:
     assert reader.move is not None
     assert reader.move.limit_s == pytest.approx(0.1)
     before = expected_s(it)[1]
-    ended(it, reader, None, started_s=0.5 * reader.move.limit_s)
+    ended(it, reader, None, started_s=0.4 * reader.move.limit_s)
     assert expected_s(it)[1] == before, "it failed at once: that says nothing of how long moves take"
     ended(it, reader, None, started_s=1.01 * reader.move.limit_s)
     assert 1.5 * before < expected_s(it)[1] < reader.move.limit_s, "one that waited long does not end all others"
     assert it.num_ended["failed"] == 2
+
+
+def test_the_reader_s_own_queue_is_no_part_of_a_move() -> None:
+    it = moves()
+    for _ in range(50):
+        ended(it, move_of(it), 5.02, reserved_s=5.0)
+    assert expected_s(it)[0] == pytest.approx(0.02 + FIRST_S, rel=0.05)
 
 
 def test_slow_moves_are_forgotten_so_that_moves_are_tried_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
@@ -79,6 +80,16 @@ async def test_i6_a_data_plane_that_is_silent_costs_the_limit(make_pair: Any) ->
     pair.d.connector.pause()
     assert await answer_of(pair.ask_alone(pair.p, PROMPT, pair.d, limit_s=0.3)) == greedy_answer(PROMPT, 4)
     pair.d.connector.resume()
+    await pair.idle()
+
+
+async def test_a_reader_that_is_busy_itself_does_not_give_its_source_up(make_pair: Any) -> None:
+    pair = await make_pair("tcp")
+    await answer_of(pair.ask_alone(pair.d, PROMPT))
+    before = pair.p.model.num_tokens
+    pair.p.adapter.engine.post(lambda core: time.sleep(0.8))  # as long as a step of another request may take
+    assert await answer_of(pair.ask_alone(pair.p, PROMPT, pair.d, limit_s=0.4)) == greedy_answer(PROMPT, 4)
+    assert pair.p.model.num_tokens - before < 4 + 4, "only the end of the prompt is computed"
     await pair.idle()
 
 

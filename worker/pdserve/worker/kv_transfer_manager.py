@@ -7,7 +7,7 @@ between them, in the asyncio thread. It keeps holds from the moment the engine s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -80,6 +80,30 @@ class _Source:
         return sum(len(hold.block_ids) for hold in self.holds)
 
 
+class _Patience:
+    """How long a source is waited for. What this worker's engine takes to make room does not count: other requests use it."""
+
+    def __init__(self, seconds: float, give_up: Callable[[], None]) -> None:
+        self._left_s = seconds
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = 0.0
+
+    def wait(self) -> None:
+        """The source has to do something."""
+        if self._timer is None:
+            self._since = self._loop.time()
+            self._timer = self._loop.call_later(max(0.0, self._left_s), self._give_up)
+
+    def pause(self) -> None:
+        """The source has done it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._left_s -= self._loop.time() - self._since
+
+
 class _Receiver:
     """One transfer this worker receives."""
 
@@ -88,6 +112,8 @@ class _Receiver:
         self.landed = landed
         self.hold: PinnedBlocks | None = None
         self.stream: asyncio.Task[None] | None = None
+        self.patience: _Patience | None = None
+        """Only of a fetch."""
 
 
 class KvTransferManager:
@@ -372,8 +398,9 @@ class KvTransferManager:
             self._loop.call_soon(self._apply, failed)  # after the request, which is submitted now
             return
         late = TransferFailed(f"the blocks did not come within {source.limit_s:.3f} s")
-        limit = self._loop.call_later(source.limit_s, receiver.transfer.fail, late)
-        receiver.landed.add_done_callback(lambda _: limit.cancel())
+        patience = receiver.patience = _Patience(source.limit_s, lambda: receiver.transfer.fail(late))
+        patience.wait()
+        receiver.landed.add_done_callback(lambda _: patience.pause())
 
     def _open(self, request_id: str, source: SourceRef) -> _Receiver:
         if self.is_quarantine_full:
@@ -403,9 +430,14 @@ class KvTransferManager:
             self._return(message.request_id, [message.hold])
             return
         receiver.hold = message.hold
+        if receiver.patience is not None:
+            receiver.patience.wait()
         receiver.transfer.room(message.first_index, message.hold.rows, message.hold.shapes, message.device_event)
 
     def offered(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
+        receiver = self._receivers.get(transfer.request_id)
+        if receiver is not None and receiver.patience is not None:
+            receiver.patience.pause()
         self._apply(Offered(transfer.request_id, num_blocks))
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:

@@ -110,9 +110,8 @@ class BlockMoves:
         if move is None:
             return
         known = timeline.moments_unix_ns
-        begun, landed = known.get(moments.PREFILL_QUEUED), known.get(moments.BLOCKS_LANDED)
-        if begun is not None and landed is not None:
-            seconds = max(0, landed - begun) / 1e9
+        if moments.BLOCKS_RESERVED in known and moments.BLOCKS_LANDED in known:
+            seconds = _waited_s(timeline, moments.BLOCKS_LANDED)
             self._learn(move, seconds)
             is_faster = move.compute_s is not None and seconds < move.compute_s
             self.num_ended["faster" if is_faster else "slower"] += 1
@@ -120,9 +119,9 @@ class BlockMoves:
             self.num_ended["unneeded"] += 1
         else:
             self.num_ended["failed"] += 1
-            started = known.get(moments.PREFILL_STARTED)
-            if begun is not None and started is not None and started - begun >= move.limit_s * 1e9:
-                self._learn(move, (started - begun) / 1e9)
+            # one that failed at once says nothing of how long moves take
+            if (seconds := _waited_s(timeline, moments.PREFILL_STARTED)) >= move.limit_s / 2:
+                self._learn(move, seconds)
 
     def _learn(self, move: BlockMove, seconds: float) -> None:
         self._forget_if_old()
@@ -150,6 +149,21 @@ class BlockMoves:
     def _forget_if_old(self) -> None:
         if self._line.weight and self._clock() - self._measured_at > KEPT_S:
             self._line, self._spread = LineFit(), _FIRST_SPREAD
+
+
+def _waited_s(timeline: Timeline, end: str) -> float:
+    """Seconds for which a move's source was waited for, until the moment `end`; 0 if it is not known.
+
+    Before room is reserved the request also waits for its turn, as it would without a move, so FIRST_S of that counts at most.
+    """
+    known = timeline.moments_unix_ns
+    begun, ended = known.get(moments.PREFILL_QUEUED), known.get(end)
+    if begun is None or ended is None:
+        return 0.0
+    reserved = known.get(moments.BLOCKS_RESERVED)
+    if reserved is None:
+        return max(0.0, (ended - begun) / 1e9)
+    return max(0.0, (ended - reserved) / 1e9) + min(max(0.0, (reserved - begun) / 1e9), FIRST_S)
 
 
 class _BestSources:
