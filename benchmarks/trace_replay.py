@@ -1,7 +1,7 @@
 """Recorded traces on a cluster: prompt tokens that it computes, compared with what one infinite cache would compute.
 
 Traces are files of WEKA's agentic sessions (.json: think times, sub-agents, each request sent when the one before has ended) and of
-Mooncake (.jsonl: arrival times). `cli/pdserve/cli/bench/traces` reads them. Lengths are divided by --scale, times by --speed; a
+Mooncake (.jsonl: arrival times). Lengths are divided by --scale, times by --speed; a
 session ends before the first request that is too long for the model.
 
 Each cluster gets the same sessions. Its name is a value of `block_moves`, or `together`: the same number of workers, each of which
@@ -38,11 +38,11 @@ from completions import Completion, completion_body, stream_completion
 from conditions import conditions
 from infinite_cache import InfiniteCache
 from metric_values import metrics
+from weka_trace import read_weka
 
 from pdserve.cli.bench.traces.mooncake import read_mooncake
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
 from pdserve.cli.bench.traces.trace_text import Said, TraceText
-from pdserve.cli.bench.traces.weka import read_weka
 from pdserve.models.model_folder import model_folder
 
 WORKERS = 4
