@@ -16,6 +16,7 @@ from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.request.engine_types import ModelRunnerStats, SchedulerStats
 from pdserve.common.telemetry.metrics import Families, make_registry, redis_families, tls_families
 from pdserve.common.timeline import CRITICAL_PATH
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
@@ -24,6 +25,7 @@ from pdserve.router.tenants.key_metrics import KeyMetrics
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 from pdserve.worker.transfers.transfer_messages import TransferCounts
+from pdserve.worker.worker_roles import WorkerRoles
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
@@ -80,6 +82,9 @@ def key_registry() -> CollectorRegistry:
     return registry
 
 
+ROLES = WorkerRoles(WorkerRole.DECODE, {}, "it has one", lambda: None)
+
+
 def worker_registry() -> CollectorRegistry:
     registry = make_registry(None)
     layout = SimpleNamespace(mean_block_bytes=1, shapes=[SimpleNamespace(block_bytes=1)], model_fingerprint="f")
@@ -96,7 +101,7 @@ def worker_registry() -> CollectorRegistry:
         transfer_counts=transfers,
         known_adapters={},
     )
-    WorkerMetrics(registry, identity, engine)  # type: ignore[arg-type]
+    WorkerMetrics(registry, identity, engine, ROLES)  # type: ignore[arg-type]
     LoopLag(registry)
     registry.register(Families(lambda: tls_families({"services": 0.0})))
     registry.register(redis_collector())

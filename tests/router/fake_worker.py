@@ -16,6 +16,7 @@ import grpc.aio
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.common.errors import PdServeError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -200,6 +201,13 @@ async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
             yield decode_outputs(position, said(1, index + position), finish, index=index)
 
 
+async def well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
+    """What a call of its kind says."""
+    events = prefill_well(worker, call) if call.sent.HasField("prefill") else decode_well(worker, call)
+    async for event in events:
+        yield event
+
+
 async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     async for turn in call.turns:
         max_tokens = turn.sampling_params.output_limit
@@ -271,7 +279,7 @@ class FakeWorker(WorkerServiceServicer):
         self.vocab_size = VOCAB_SIZE
         self.port = 0
         self.step_s = 0.0
-        self.script: Script = prefill_well if role == "prefill" else decode_well
+        self.script: Script = well
         self.session_script: Script = session_well
         self.scripts: list[Script] = []
         self.calls: list[Call] = []
@@ -280,6 +288,10 @@ class FakeWorker(WorkerServiceServicer):
         self.met: list[worker_pb2.MeetRequest] = []
         self.num_drains = 0
         """Times that it was asked to drain; it then says so, and goes on."""
+        self.roles_asked: list[worker_pb2.SetRoleRequest] = []
+        """Each change of role that it was asked for; it then says that it has the role."""
+        self.role_error: PdServeError | None = None
+        """With which it refuses."""
         self.load = worker_pb2.Load(engine_tick=1)
         self.adapters: dict[str, str] = {}
         """Name -> fingerprint; said in the watch before the first load, and with each `report`."""
@@ -300,7 +312,7 @@ class FakeWorker(WorkerServiceServicer):
         guard = CallGuard(CallVerifier(self.key, lambda: (self.worker_id, self.epoch)))
         self._server = make_server(*self.interceptors, guard)
         add_WorkerServiceServicer_to_server(self, self._server)
-        kinds = ("prefill", "embed") if self.role == "prefill" else ("decode", "session")
+        kinds = ("prefill", "embed", "decode", "session")
         add_StepStreamServiceServicer_to_server(StepStreamServicer(dict.fromkeys(kinds, self._begin)), self._server)
         self.port = bind(self._server, "127.0.0.1", self.port, self._tls)
         await self._server.start()
@@ -392,6 +404,13 @@ class FakeWorker(WorkerServiceServicer):
         self.num_drains += 1
         self.report(draining=True)
         return worker_pb2.DrainResponse()
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
+        self.roles_asked.append(request)
+        if self.role_error is not None:
+            raise self.role_error
+        self.report(role=request.role)
+        return worker_pb2.SetRoleResponse()
 
     async def Meet(self, request, context):
         self.met.append(request)

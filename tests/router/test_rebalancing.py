@@ -26,6 +26,9 @@ class Sequence:
     def move(self) -> None:
         self.num_moves += 1
 
+    def stay(self) -> None:
+        self.num_moves -= 1
+
 
 def decode(name: str, num: int, step_s: Any = None, num_tokens: int = 500, **fields: Any) -> RemoteWorker:
     """With so many sequences. step_s: seconds of a step with n."""

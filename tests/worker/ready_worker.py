@@ -12,9 +12,10 @@ import signal
 import sys
 from pathlib import Path
 
+from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.common.worker_identity import WorkerIdentity
-from pdserve.decode.decode_servicer import add_servicers
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
+from pdserve.decode.decode_servicer import decode_calls
 from pdserve.worker.worker_process import run_worker
 
 
@@ -26,4 +27,5 @@ def on_ready(identity: WorkerIdentity) -> None:
 if __name__ == "__main__":
     gc.unfreeze()  # a process that was forked has everything frozen that it began with; a new one has not
     settings = DecodeSettings(port=0, connector="tcp", num_blocks=8)
-    asyncio.run(run_worker(settings, Path(sys.argv[1]), add_servicers, on_ready=on_ready))
+    calls = {WorkerRole.DECODE: decode_calls}
+    asyncio.run(run_worker(settings, Path(sys.argv[1]), calls, ConfigError("a test"), on_ready=on_ready))

@@ -29,6 +29,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.tracing import Tracing
 from pdserve.common.timeline import to_unix_ns
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.engine.client.messages import AbortedRequest
 from pdserve.engine.request import Request
 from pdserve.worker.engine_client import RequestEnd
@@ -37,6 +38,7 @@ from pdserve.worker.telemetry.call_spans import trace_call
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
+from pdserve.worker.worker_roles import WorkerRoles
 from tests.support.models.kv_layouts import make_layout
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -197,13 +199,16 @@ def closed_records() -> list[CallStats]:
     return [good, computed, bad]
 
 
+ROLES = WorkerRoles(WorkerRole.DECODE, {}, "it has one", lambda: None)
+
+
 def make_metrics(
     stats: SchedulerStats = STATS, identity: SimpleNamespace = IDENTITY
 ) -> tuple[WorkerMetrics, CollectorRegistry]:
     registry = CollectorRegistry()
     transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1, num_ended={("source", "expired"): 2})
     fields = {**vars(ENGINE), "stats": stats, "transfer_counts": transfers, "known_adapters": {"sql": "1" * 32}}
-    return WorkerMetrics(registry, identity, SimpleNamespace(**fields)), registry  # type: ignore[arg-type]
+    return WorkerMetrics(registry, identity, SimpleNamespace(**fields), ROLES), registry  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("used", [(), (0, 0), (3, 2)])

@@ -19,9 +19,9 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.decode import decode_servicer
+from pdserve.decode.decode_servicer import decode_calls
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from pdserve.prefill import prefill_servicer
+from pdserve.prefill.prefill_servicer import prefill_calls
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.worker import Worker
 from pdserve.worker.worker_process import make_engine
@@ -49,12 +49,12 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
         "attach_timeout_s": HANG_S,
     }
     workers = []
-    for settings, role, service in (
-        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_servicer),
-        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_servicer),
+    for settings, role, calls in (
+        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_calls),
+        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_calls),
     ):
         engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
-        workers.append(Worker(settings, role, engine, DEVELOPMENT_KEY, service.add_servicers))
+        workers.append(Worker(settings, role, engine, DEVELOPMENT_KEY, {role: calls}))
     try:
         for worker in workers:
             await worker.start()

@@ -12,8 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
+from pdserve.worker.worker_roles import WorkerRoles
 from tests.support.engine.hash_model import greedy_answer
 from tests.support.run.waiting import HANG_S, eventually
 
@@ -26,6 +28,9 @@ NUM_BLOCKS = 25
 def only(views: list[TransferView]) -> TransferView:
     [view] = views
     return view
+
+
+ROLES = WorkerRoles(WorkerRole.PREFILL, {}, "it has one", lambda: None)
 
 
 def pinned_metric(node: Any) -> float:
@@ -42,7 +47,7 @@ def pinned_metric(node: Any) -> float:
         tick=node.engine.tick,
         tick_age_s=0.0,
     )
-    WorkerMetrics(registry, identity, engine)  # type: ignore[arg-type]
+    WorkerMetrics(registry, identity, engine, ROLES)  # type: ignore[arg-type]
     found = re.search(r"^pdserve_kv_blocks_pinned (\S+)$", generate_latest(registry).decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError
 from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.common.net.service_channel import ATTACH, DRAIN, MEET, STEP_STREAM, Method
+from pdserve.common.net.service_channel import ATTACH, DRAIN, MEET, SET_ROLE, STEP_STREAM, Method
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
@@ -126,6 +126,7 @@ def messages(pair: Pair) -> Table:
         "fetch": (d, STEP_STREAM, [begun(fetch)]),
         "migrate": (d, STEP_STREAM, [begun(submission("decode", of_d, prefill_here=True)), migrate]),
         "drain": (d, DRAIN, [worker_pb2.DrainRequest()]),
+        "set role": (d, SET_ROLE, [worker_pb2.SetRoleRequest(role=worker_pb2.ROLE_DECODE, dwell_s=1.0)]),
         "meet": (d, MEET, [worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")]),
         "steps": (p, STEP_STREAM, [steps]),
         "attach": (p, ATTACH, [opening]),
@@ -135,7 +136,8 @@ def messages(pair: Pair) -> Table:
 
 
 NAMES = [
-    "prefill", "embed", "decode", "session", "next turn", "fetch", "migrate", "drain", "meet", "steps", "attach", "watch",
+    "prefill", "embed", "decode", "session", "next turn", "fetch", "migrate", "drain", "set role", "meet", "steps", "attach",
+    "watch",
     *(f"attach: {name}" for name in ("want", "landed", "alive", "release")),
 ]  # fmt: skip
 
@@ -167,7 +169,7 @@ async def call(pair: Pair, worker: Worker, method: Method[Any, Any], raws: list[
     first = raws[0] if raws else b""
     signer = CallSigner(KEY)
     metadata = None if method is WATCH else signer.metadata(method.path, worker.identity.key, first)
-    is_unary = method in (MEET, DRAIN)
+    is_unary = method in (MEET, DRAIN, SET_ROLE)
     make: Any = getattr(pair.channel(worker), "unary_unary" if is_unary else "stream_stream")(method.path)
     made = make(first if is_unary else sent(), metadata=metadata, timeout=HANG_S)
     try:

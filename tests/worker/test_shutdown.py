@@ -7,14 +7,16 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
-from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.decode.decode_servicer import add_servicers
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings.worker_settings import DecodeSettings, WorkerSettings
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.decode.decode_servicer import decode_calls
+from pdserve.worker.step_stream.step_stream_servicer import BeginCall
 from pdserve.worker.worker import Worker
 from pdserve.worker.worker_process import run_worker
 from tests.support.run.waiting import HANG_S, eventually
@@ -41,15 +43,21 @@ async def test_a_second_signal_ends_a_drain(
         draining.set()
         await asyncio.Event().wait()
 
-    def add(worker: Worker, server: grpc.aio.Server) -> list[str]:
+    def add(worker: Worker, settings: WorkerSettings) -> Mapping[str, BeginCall]:
         monkeypatch.setattr(worker, "drain", drain)
         monkeypatch.setattr(type(worker.engine), "num_streams", 2)
-        return add_servicers(worker, server)
+        return decode_calls(worker, settings)
 
     settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp", drain_s=7.5)
     with caplog.at_level(logging.INFO):
         running = asyncio.create_task(
-            run_worker(settings, tiny_checkpoints("llama"), add, on_ready=lambda identity: ready.set())
+            run_worker(
+                settings,
+                tiny_checkpoints("llama"),
+                {WorkerRole.DECODE: add},
+                ConfigError("a test"),
+                on_ready=lambda identity: ready.set(),
+            )
         )
         async with asyncio.timeout(HANG_S):
             await ready.wait()

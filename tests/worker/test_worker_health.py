@@ -14,7 +14,7 @@ from pdserve.common.net.rpc import make_channel
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.decode.decode_servicer import add_servicers
+from pdserve.decode.decode_servicer import decode_calls
 from pdserve.worker import worker as worker_module
 from pdserve.worker.worker import Worker
 from pdserve.worker.worker_process import make_engine
@@ -30,7 +30,7 @@ async def test_health_follows_the_engine(
     monkeypatch.setattr(worker_module, "TICK_STILL_S", 0.6)
     settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp", drain_s=0.0)
     engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
-    worker = Worker(settings, WorkerRole.DECODE, engine, DEVELOPMENT_KEY, add_servicers)
+    worker = Worker(settings, WorkerRole.DECODE, engine, DEVELOPMENT_KEY, {WorkerRole.DECODE: decode_calls})
     go_on = threading.Event()
     try:
         await worker.start()

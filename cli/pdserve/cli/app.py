@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pdserve.cli.bench.command import bench
-from pdserve.cli.clients.client_commands import chat, drain, generate, top, trace
+from pdserve.cli.clients.client_commands import chat, drain, generate, role, top, trace
 from pdserve.cli.exit_status import EXIT_CONFIG, EXIT_FAILED
 from pdserve.cli.settings_command import FlagsWithValues, given_settings, settings_command
 from pdserve.common.errors import ConfigError
@@ -201,5 +201,5 @@ def certs(
     print("The authorities' keys, services-ca.key and clients-ca.key, issue more certificates; no service needs them.")
 
 
-for command in (chat, generate, bench, top, trace, drain):
+for command in (chat, generate, bench, top, trace, drain, role):
     app.command(cls=FlagsWithValues)(command)

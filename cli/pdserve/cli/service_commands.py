@@ -22,9 +22,10 @@ from pdserve.cli.up.child_report import (
 from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.catalogue import ENV_PREFIX, SECRETS
+from pdserve.common.settings.role_settings import settings_in_other_role
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.common.telemetry.logging_setup import configure_logging
 from pdserve.models.model_folder import model_folder
 
@@ -86,12 +87,15 @@ def _serve_worker(
     configure_logging(kind.section, settings.log_level, settings.log_format)
     raise_descriptor_limit()
     folder = model_folder(settings.model)
+    other: WorkerSettings | ConfigError
+    try:
+        other = settings_in_other_role(settings, flags, config)
+    except ConfigError as error:
+        other = error
     # imported after the settings were checked, because torch takes seconds to import
-    if isinstance(settings, PrefillSettings):
-        from pdserve.prefill.prefill_servicer import add_servicers
-    else:
-        from pdserve.decode.decode_servicer import add_servicers
-    from pdserve.common.worker_identity import WorkerIdentity
+    from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
+    from pdserve.decode.decode_servicer import decode_calls
+    from pdserve.prefill.prefill_servicer import prefill_calls
     from pdserve.worker.worker_process import run_worker
 
     follow_lifeline(lifeline_fd)
@@ -106,7 +110,8 @@ def _serve_worker(
     def ready(identity: WorkerIdentity) -> None:
         pipe.send(ReadyReport(identity.worker_id, identity.address))
 
-    return uvloop.run(run_worker(settings, folder, add_servicers, on_ready=ready, progress=progress))
+    calls = {WorkerRole.PREFILL: prefill_calls, WorkerRole.DECODE: decode_calls}
+    return uvloop.run(run_worker(settings, folder, calls, other, on_ready=ready, progress=progress))
 
 
 def secrets_among(given: Mapping[str, object]) -> list[str]:

@@ -9,8 +9,13 @@ import msgspec
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 
+MAX_ROLE_DWELL_S = 86_400.0
+"""Seconds for which a router may ask a worker to keep its role, at most."""
+
 
 class WorkerRole(enum.Enum):
+    """What routers may place at a worker."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -25,7 +30,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     epoch: int
     role: WorkerRole | None
-    """None for a role that this router does not know."""
+    """With which it was started; the present one is in its `Load`. None for a role that this router does not know."""
     protocol_version: int
     address: str
     """host:port at which peers reach its gRPC services."""

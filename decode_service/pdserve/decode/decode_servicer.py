@@ -19,14 +19,13 @@ A session (`DecodeSession`) repeats 2, 5, 6 and 7 for each of its turns, and nev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import grpc
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.wire.messages import block_source_from_wire
-from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, WorkerSettings
 from pdserve.decode.decode_session import DecodeSession
 from pdserve.decode.pushed_decode import PushedDecode
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
@@ -36,6 +35,7 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.source_reader import SourceReader, verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
+from pdserve.worker.step_stream.step_stream_servicer import BeginCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker import Worker
 
@@ -100,9 +100,8 @@ def _verify_samples(request: EngineCoreRequest) -> None:
         raise InvalidRequest("request.pooling_params is given: prefill workers compute embeddings", "pooling_params")
 
 
-def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
-    """Register what makes a worker a decode worker; returns the service names."""
-    settings = worker.settings
+def decode_calls(worker: Worker, settings: WorkerSettings) -> Mapping[str, BeginCall]:
+    """The calls that routers make at a decode worker. settings: in this role."""
     if not isinstance(settings, DecodeSettings):
         raise InternalError(f"a decode worker needs DecodeSettings, not {type(settings).__name__}")
     servicer = DecodeServicer(
@@ -113,5 +112,4 @@ def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
         worker.telemetry,
         worker.identity.layout.mean_block_bytes,
     )
-    calls = worker.serve_calls({"decode": servicer.begin_decode, "session": servicer.begin_session})
-    return [calls, *worker.serve_source()]
+    return {"decode": servicer.begin_decode, "session": servicer.begin_session}

@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
-import grpc
-
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
@@ -35,6 +33,7 @@ from pdserve.common.request.wire.messages import (
     outputs_to_wire,
     prompt_logprobs_to_wire,
 )
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.v1 import prefill_pb2, request_pb2
 from pdserve.v1.step_stream_pb2 import Submission
@@ -42,6 +41,7 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.source_reader import SourceReader, verify_transfer_id
 from pdserve.worker.step_stream.step_call import StepCall
+from pdserve.worker.step_stream.step_stream_servicer import BeginCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker import Worker
 
@@ -169,8 +169,7 @@ def _moments(output: EngineCoreOutput, names: Mapping[str, str]) -> list[request
     return moments_to_wire({names[name]: at for name, at in output.moments.items() if name in names})
 
 
-def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
-    """Register what makes a worker a prefill worker; returns the service names."""
+def prefill_calls(worker: Worker, settings: WorkerSettings) -> Mapping[str, BeginCall]:
+    """The calls that routers make at a prefill worker."""
     servicer = PrefillServicer(worker.reader, worker.sources, worker.engine, worker.telemetry, worker.identity.layout)
-    calls = worker.serve_calls({"prefill": servicer.begin_prefill, "embed": servicer.begin_embed})
-    return [calls, *worker.serve_source()]
+    return {"prefill": servicer.begin_prefill, "embed": servicer.begin_embed}

@@ -237,6 +237,7 @@ class Identity(google.protobuf.message.Message):
     epoch: builtins.int
     """64 random bits, new at each start"""
     role: Global___Role.ValueType
+    """with which it was started; `Load.role` is the present one"""
     protocol_version: builtins.int
     address: builtins.str
     """host:port for peers"""
@@ -334,6 +335,8 @@ class Load(google.protobuf.message.Message):
     MAX_SESSIONS_FIELD_NUMBER: builtins.int
     MAX_WAITING_FIELD_NUMBER: builtins.int
     LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    NUM_OTHER_CALLS_FIELD_NUMBER: builtins.int
     engine_tick: builtins.int
     """advances at each turn of the engine loop and before each layer"""
     draining: builtins.bool
@@ -363,6 +366,10 @@ class Load(google.protobuf.message.Message):
     """at most; 0: this worker takes none"""
     max_waiting: builtins.int
     """num_waiting and num_remote_kv, at most: more are refused; 0: no limit is told"""
+    role: Global___Role.ValueType
+    """what routers may place here now; unspecified: `Identity.role`"""
+    num_other_calls: builtins.int
+    """open calls of the other role, from before a change"""
     @property
     def loaded_adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """fingerprints of the adapters that have a slot on the device"""
@@ -389,8 +396,10 @@ class Load(google.protobuf.message.Message):
         max_sessions: builtins.int = ...,
         max_waiting: builtins.int = ...,
         loaded_adapters: collections.abc.Iterable[builtins.str] | None = ...,
+        role: Global___Role.ValueType = ...,
+        num_other_calls: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "draining", b"draining", "engine_tick", b"engine_tick", "loaded_adapters", b"loaded_adapters", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "num_preemptions", b"num_preemptions", "num_remote_kv", b"num_remote_kv", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "open_transfers", b"open_transfers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_computed", b"prompt_tokens_computed"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "draining", b"draining", "engine_tick", b"engine_tick", "loaded_adapters", b"loaded_adapters", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "num_other_calls", b"num_other_calls", "num_preemptions", b"num_preemptions", "num_remote_kv", b"num_remote_kv", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "open_transfers", b"open_transfers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_computed", b"prompt_tokens_computed", "role", b"role"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
@@ -446,3 +455,33 @@ class DrainResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class SetRoleRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    DWELL_S_FIELD_NUMBER: builtins.int
+    role: Global___Role.ValueType
+    dwell_s: builtins.float
+    """refuse if the role was last changed less than this ago"""
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+        dwell_s: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["dwell_s", b"dwell_s", "role", b"role"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SetRoleRequest: typing_extensions.TypeAlias = SetRoleRequest
+
+@typing.final
+class SetRoleResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___SetRoleResponse: typing_extensions.TypeAlias = SetRoleResponse

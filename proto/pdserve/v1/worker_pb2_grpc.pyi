@@ -36,6 +36,10 @@ class WorkerServiceStub:
     """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
     nothing is left, or after drain_s. Idempotent.
     """
+    SetRole: grpc.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.SetRoleRequest, pdserve.v1.worker_pb2.SetRoleResponse]
+    """Change what routers place here from now on. Pool, weights, prefix cache, streams, calls and transfers stay, and routers move
+    running sequences elsewhere if the worker no longer decodes. Idempotent.
+    """
 
 @typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -50,6 +54,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Drain: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.DrainRequest, pdserve.v1.worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
     nothing is left, or after drain_s. Idempotent.
+    """
+    SetRole: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.SetRoleRequest, pdserve.v1.worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Change what routers place here from now on. Pool, weights, prefix cache, streams, calls and transfers stay, and routers move
+    running sequences elsewhere if the worker no longer decodes. Idempotent.
     """
 
 class WorkerServiceServicer(metaclass=abc.ABCMeta):
@@ -80,6 +88,16 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[pdserve.v1.worker_pb2.DrainResponse, collections.abc.Awaitable[pdserve.v1.worker_pb2.DrainResponse]]:
         """Begin to drain, as on SIGTERM: nothing new is accepted, routers move running sequences elsewhere, and the process ends when
         nothing is left, or after drain_s. Idempotent.
+        """
+
+    @abc.abstractmethod
+    def SetRole(
+        self,
+        request: pdserve.v1.worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.worker_pb2.SetRoleResponse, collections.abc.Awaitable[pdserve.v1.worker_pb2.SetRoleResponse]]:
+        """Change what routers place here from now on. Pool, weights, prefix cache, streams, calls and transfers stay, and routers move
+        running sequences elsewhere if the worker no longer decodes. Idempotent.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

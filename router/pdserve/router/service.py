@@ -117,6 +117,8 @@ async def run_router(
             }
             if settings.rebalance != "never":
                 tasks.add(background_task("rebalancing", inference.rebalancing.run))
+            if settings.role_switch != "never":
+                tasks.add(background_task("role_switching", inference.role_switching.run))
             responses = make_response_store(settings, key)
             if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
                 tasks.add(background_task("usage", usage.run))

@@ -31,6 +31,7 @@ from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
 from pdserve.worker.transfers.transfer_messages import TransferCounts
+from pdserve.worker.worker_roles import WorkerRoles
 from pdserve.worker.worker_servicer import WorkerServicer
 from tests.support.models.kv_layouts import make_layout
 from tests.support.processes.redis_server import RedisServer
@@ -98,7 +99,16 @@ class Worker:
             sampler_version=2,
         )
         peers = PeerRule(False, False)
-        self.servicer = WorkerServicer(self.identity, self.engine, peers, DEVELOPMENT_KEY, lambda: None)  # type: ignore[arg-type]
+        roles = WorkerRoles(role, {}, "it has one", lambda: None)
+        self.servicer = WorkerServicer(
+            self.identity,
+            self.engine,  # type: ignore[arg-type]
+            roles,
+            lambda: 0,
+            peers,
+            DEVELOPMENT_KEY,
+            lambda: None,
+        )
         add_WorkerServiceServicer_to_server(self.servicer, self._server)
         self._publisher: RedisPublisher | None = None
         if world.has_redis and publishes:

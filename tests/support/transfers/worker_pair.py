@@ -15,17 +15,18 @@ import grpc.aio
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import ConfigError
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import without_pixels
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.decode import decode_servicer
+from pdserve.decode.decode_servicer import decode_calls
 from pdserve.engine.client.inproc_client import InprocClient
-from pdserve.prefill import prefill_servicer
+from pdserve.prefill.prefill_servicer import prefill_calls
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 from pdserve.worker.worker import Worker
@@ -35,6 +36,8 @@ from tests.support.run.waiting import HANG_S, eventually
 from tests.support.transfers.signed_channel import signed
 from tests.support.transfers.worker_call import WorkerCall
 
+CALLS = {WorkerRole.PREFILL: prefill_calls, WorkerRole.DECODE: decode_calls}
+KINDS: dict[WorkerRole, type[WorkerSettings]] = {WorkerRole.PREFILL: PrefillSettings, WorkerRole.DECODE: DecodeSettings}
 KEY = DeploymentKey(b"the key of this deployment")
 PROMPT = list(range(3, 43))
 BLOCK_SIZE = 16
@@ -83,17 +86,21 @@ async def running_pair(
     *,
     prefill: Mapping[str, Any] | None = None,
     decode: Mapping[str, Any] | None = None,
+    may_switch: bool = False,
     **fields: Any,
 ) -> AsyncIterator[Pair]:
-    """prefill, decode: settings of one worker alone. fields: settings of both."""
+    """prefill, decode: settings of one worker alone. may_switch: workers can take the other role. fields: settings of both."""
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
-    for settings, role, service in (
-        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_servicer),
-        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE, decode_servicer),
+    for settings, role in (
+        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL),
+        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE),
     ):
         engine = await make_engine(settings, folder, key)
-        workers.append(Worker(settings, role, engine, key, service.add_servicers))
+        other: WorkerSettings | ConfigError = ConfigError("this pair keeps its roles")
+        if may_switch:
+            other = settings_with(KINDS[role.other], **fields)
+        workers.append(Worker(settings, role, engine, key, CALLS, other=other))
     try:
         for worker in workers:
             await worker.start()

@@ -1,6 +1,6 @@
 """`Worker`: an engine, its transfers and its gRPC server, started and stopped together.
 
-A role adds its servicers and a few engine settings; no code here depends on the role.
+It serves the calls of every role that it can take; its role is what routers may place at it (`worker_roles.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import Draining, PdServeError
+from pdserve.common.errors import ConfigError, Draining, PdServeError
 from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import (
@@ -60,6 +59,7 @@ from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.transfers.transfer_messages import TransferProperties, typed
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
+from pdserve.worker.worker_roles import WorkerRoles
 from pdserve.worker.worker_servicer import WorkerServicer
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,11 @@ _OTHER_STREAMS = 36
 """Further streams of a connection, in addition to one per sequence whose blocks another worker fetches."""
 LAST_WORDS_S = 0.5
 """Seconds for streams that a drain cuts off to report it to their routers."""
+_STARTED_FOR_ONE_ROLE = ConfigError("it was started for one role")
 
-AddServicers = Callable[["Worker", grpc.aio.Server], list[str]]
+MakeCalls = Callable[["Worker", WorkerSettings], Mapping[str, BeginCall]]
+"""Returns the handlers of the calls that routers make at a worker of a role, by the kinds of `Submission.call`. The settings are
+those in this role."""
 
 
 class Worker:
@@ -85,10 +88,11 @@ class Worker:
         role: WorkerRole,
         engine: EngineCoreClient,
         deployment_key: DeploymentKey,
-        add_servicers: AddServicers,
+        calls: Mapping[WorkerRole, MakeCalls],
         tls: TlsIdentity | None = None,
+        other: WorkerSettings | ConfigError = _STARTED_FOR_ONE_ROLE,
     ) -> None:
-        """engine: not started yet, with its transfers."""
+        """engine: not started yet, with its transfers. other: settings in the other role, or why the worker cannot take that."""
         self.settings = settings
         self.core = engine
         info = engine.info
@@ -98,10 +102,10 @@ class Worker:
             else max_request_bytes(info.max_model_len, info.vocab_size)
         )
         self._callers = CallerRoles(tls.server if tls is not None else None)
-        calls = CallVerifier(deployment_key, lambda: self.identity.key)
+        verifier = CallVerifier(deployment_key, lambda: self.identity.key)
         self.server = make_server(
             RoleGuard(self._callers, abort_with),
-            CallGuard(calls),
+            CallGuard(verifier),
             max_received_bytes=self._max_request_bytes + COMMAND_BYTES,
             max_streams=max(MAX_STREAMS_PER_CONNECTION, settings.max_num_seqs + _OTHER_STREAMS),
         )
@@ -115,10 +119,11 @@ class Worker:
         engine.recorder = StatRecorder(loggers) if loggers else None
         self.engine = EngineClient(engine, settings.waiting_limit, settings.session_limit)
         self.identity = self._identity(role)
+        self.roles = self._roles(role, other)
         engine.call_utility("begin_transfers", *self.identity.key)
         self._watchdog: EngineWatchdog | None = None
         self._health = health.aio.HealthServicer()
-        self.telemetry = WorkerTelemetry(self.identity, self.engine)
+        self.telemetry = WorkerTelemetry(self.identity, self.engine, self.roles)
         self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.engine.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
@@ -129,11 +134,15 @@ class Worker:
         peers = PeerRule(tls is not None, settings.insecure)
         self.drain_asked = asyncio.Event()
         """Set when a router asks for a drain; whoever runs the worker then drains and stops it."""
-        self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key, self._ask_drain)
+        self._watch = WorkerServicer(
+            self.identity, self.engine, self.roles, self._num_other_calls, peers, deployment_key, self._ask_drain
+        )
         self.lora_modules = LoraModules(engine, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
         self._following_adapters: asyncio.Task[None] | None = None
-        self._step_streams: StepStreamServicer | None = None
-        self._add_servicers(add_servicers)
+        self._calls = {
+            role: made(self, self.roles.settings_in(role)) for role, made in calls.items() if self.roles.can_take(role)
+        }
+        self._step_streams = self._add_servicers()
 
     def _ask_drain(self) -> None:
         self.engine.draining = True  # so that no later report says otherwise
@@ -142,6 +151,26 @@ class Worker:
     def _offer_adapters(self, adapters: KnownAdapters) -> None:
         self.engine.known_adapters = adapters
         self._watch.announce()
+
+    def _roles(self, role: WorkerRole, other: WorkerSettings | ConfigError) -> WorkerRoles:
+        settings, objection = {role: self.settings}, ""
+        if isinstance(other, ConfigError):
+            objection = other.message
+        elif role is WorkerRole.PREFILL and self.core.info.num_labels:
+            objection = "the model has a classification head and generates no text"
+        elif role is WorkerRole.PREFILL and other.drafts_with_model:
+            objection = "speculative_config names a model, which a worker that is started for prefill does not load"
+        else:
+            settings[role.other] = other
+        return WorkerRoles(role, settings, objection, self._role_changed)
+
+    def _role_changed(self) -> None:
+        settings = self.roles.settings
+        self.engine.max_waiting, self.engine.max_sessions = settings.waiting_limit, settings.session_limit
+        self._watch.announce()
+
+    def _num_other_calls(self) -> int:
+        return self._step_streams.num_calls(self._calls.get(self.roles.role.other, ()))
 
     def _identity(self, role: WorkerRole) -> WorkerIdentity:
         settings, info = self.settings, self.core.info
@@ -174,14 +203,19 @@ class Worker:
             max_request_bytes=self._max_request_bytes,
         )
 
-    def _add_servicers(self, add_servicers: AddServicers) -> None:
-        names = add_servicers(self, self.server)
+    def _add_servicers(self) -> StepStreamServicer:
+        fetches = FetchServicer(self.reader, self.sources, self.engine)
+        handlers = {kind: begin for calls in self._calls.values() for kind, begin in calls.items()}
+        step_streams = StepStreamServicer({**handlers, "fetch": fetches.begin_fetch})
+        step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(step_streams, self.server)
+        names = ["pdserve.v1.StepStreamService", *self._serve_source()]
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._watch, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names += ["pdserve.v1.WorkerService", health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
+        return step_streams
 
-    def serve_source(self) -> list[str]:
+    def _serve_source(self) -> list[str]:
         """Add `KvSourceService`, by which other workers read blocks; returns its name, or none if the engine's process serves
         it."""
         if not isinstance(self.core, InprocClient):
@@ -191,13 +225,6 @@ class Worker:
         servicer = transfers.attach_servicer(self._callers)
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return ["pdserve.v1.KvSourceService"]
-
-    def serve_calls(self, handlers: Mapping[str, BeginCall]) -> str:
-        """Add `StepStreamService` for the kinds of call that the role serves; returns its name."""
-        fetches = FetchServicer(self.reader, self.sources, self.engine)
-        self._step_streams = StepStreamServicer({**handlers, "fetch": fetches.begin_fetch})
-        step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(self._step_streams, self.server)
-        return "pdserve.v1.StepStreamService"
 
     async def start(self) -> None:
         """Warm the engine up, then start serving. Raises: ConfigError if an adapter of the settings cannot be used."""
@@ -236,8 +263,7 @@ class Worker:
     @property
     def num_open(self) -> int:
         """What a drain still waits for: the largest of the numbers of requests, of transfers and of unread answers."""
-        num_unread = 0 if self._step_streams is None else self._step_streams.num_waiting
-        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected, num_unread)
+        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected, self._step_streams.num_waiting)
 
     def health(self) -> Health:
         """`ok` if the engine makes progress and the worker accepts requests; else why not."""
@@ -294,7 +320,7 @@ class Worker:
         for task in (self._reporting_health, self._following_adapters, *self._watching_process):
             if task is not None:
                 task.cancel()
-        if self._step_streams is not None and not self.engine.died.is_set():
+        if not self.engine.died.is_set():
             self._step_streams.close()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
         if self._watchdog is not None:

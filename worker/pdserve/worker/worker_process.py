@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pdserve.common.errors import ConfigError
 from pdserve.common.net.tls_renewal import TlsRenewal
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.deployment_key import DeploymentKey
@@ -25,7 +26,7 @@ from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
 from pdserve.engine.runner.loading.loaded_model import LoadProgress, load_model
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
-from pdserve.worker.worker import AddServicers, Worker
+from pdserve.worker.worker import MakeCalls, Worker
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +34,15 @@ log = logging.getLogger(__name__)
 async def run_worker(
     settings: WorkerSettings,
     model_folder: Path,
-    add_servicers: AddServicers,
+    calls: Mapping[WorkerRole, MakeCalls],
+    other: WorkerSettings | ConfigError,
     *,
     on_ready: Callable[[WorkerIdentity], None] | None = None,
     progress: Progress | None = None,
 ) -> bool:
     """Load, serve in the role of `settings`, and drain on SIGTERM, SIGINT or a router's call; a second signal ends at once.
 
+    calls, other: as of `Worker`.
     Returns False if the engine failed. Raises: ConfigError before anything is served.
     """
     log.info("settings: %s", describe(settings))
@@ -50,7 +53,7 @@ async def run_worker(
     role = WorkerRole(settings.section)
     engine = await make_engine(settings, model_folder, key, tls, progress)
     try:
-        worker = Worker(settings, role, engine, key, add_servicers, tls)
+        worker = Worker(settings, role, engine, key, calls, tls, other)
     except BaseException:
         await engine.shutdown()
         raise

@@ -9,20 +9,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
-from pdserve.common.errors import DeadlineExceeded, KeyMismatch, ProtocolMismatch
+from pdserve.common.errors import DeadlineExceeded, Draining, InvalidRequest, KeyMismatch, ProtocolMismatch
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
-from pdserve.common.request.wire.messages import layout_to_wire
+from pdserve.common.request.wire.messages import layout_to_wire, role_from_wire, role_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.common.tasks.first_done import first_done
-from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
+from pdserve.common.worker_identity import MAX_ROLE_DWELL_S, WorkerIdentity
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_event_publisher import KvEventSubscriber
 from pdserve.worker.peer_channels import PeerRule
+from pdserve.worker.worker_roles import WorkerRoles
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,6 @@ HANDSHAKE_S = 5.0
 TOO_LATE = "the proof of the deployment key did not arrive"
 """Begins the error of a handshake that took longer than `HANDSHAKE_S`."""
 BLOCKS_EVERY_S = 0.02
-_ROLES: dict[WorkerRole | None, worker_pb2.Role.ValueType] = {
-    WorkerRole.PREFILL: worker_pb2.ROLE_PREFILL,
-    WorkerRole.DECODE: worker_pb2.ROLE_DECODE,
-}
 
 
 @dataclass(eq=False)
@@ -44,6 +41,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     _identity: WorkerIdentity
     _engine: EngineClient
+    _roles: WorkerRoles
+    _num_other_calls: Callable[[], int]
+    """Returns the open calls of the role that the worker has not."""
     _peers: PeerRule
     """The rule by which this worker connects to a peer."""
     _key: DeploymentKey
@@ -109,11 +109,29 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._drain()
         return worker_pb2.DrainResponse()
 
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Context) -> worker_pb2.SetRoleResponse:
+        role, host = role_from_wire(request.role), peer_host(context.peer())
+        if role is None:
+            raise InvalidRequest(
+                f"role is {request.role}, {worker_pb2.ROLE_PREFILL} (prefill) or "
+                f"{worker_pb2.ROLE_DECODE} (decode) is needed",
+                "role",
+            )
+        if not 0 <= request.dwell_s <= MAX_ROLE_DWELL_S:
+            raise InvalidRequest(
+                f"dwell_s is {request.dwell_s}, 0 to {MAX_ROLE_DWELL_S:g} seconds are possible", "dwell_s"
+            )
+        if self._engine.draining:
+            raise Draining("the worker is draining")
+        if self._roles.change(role, request.dwell_s):
+            log.info("a router at %s has set the role: %s", host, role.value)
+        return worker_pb2.SetRoleResponse()
+
     def _identity_message(self) -> worker_pb2.Identity:
         identity = self._identity
         fields = {name: getattr(identity, name) for name in WorkerIdentity.__struct_fields__}
         return worker_pb2.Identity(
-            **fields | {"role": _ROLES[identity.role], "layout": layout_to_wire(identity.layout)}
+            **fields | {"role": role_to_wire(identity.role), "layout": layout_to_wire(identity.layout)}
         )
 
     def _load_message(self) -> worker_pb2.Load:
@@ -138,6 +156,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             max_sessions=self._engine.max_sessions,
             max_waiting=self._engine.max_waiting or 0,
             loaded_adapters=stats.loaded_loras,
+            role=role_to_wire(self._roles.role),
+            num_other_calls=self._num_other_calls(),
         )
 
 

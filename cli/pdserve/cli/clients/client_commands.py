@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -104,6 +104,33 @@ def drain(
 
     with _status_of(url, ca_file, cert_file, key_file) as client:
         run_drain(client, worker, timeout_s)
+
+
+def role(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's id, as `pdserve top` shows it.")],
+    new_role: Annotated[
+        Literal["prefill", "decode"], typer.Argument(metavar="prefill|decode", help="The role that it takes.")
+    ],
+    url: HttpUrl = DEFAULT_HTTP_URL,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if no other live worker has the role that it gives up.")
+    ] = False,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout", min=0, metavar="SECONDS", help="Wait so long for calls of its other role; 0: do not wait."
+        ),
+    ] = 600.0,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: ClientKeyFile = None,
+) -> None:
+    """Have a worker prefill, or decode, from now on: what it decodes moves to other workers, and its cache stays. The API key, of
+    an operator, is read from PDSERVE_API_KEY."""
+    from pdserve.cli.status.role_command import run_role
+
+    with _status_of(url, ca_file, cert_file, key_file) as client:
+        run_role(client, worker, new_role, timeout_s, force=force)
 
 
 def trace(

@@ -54,7 +54,12 @@ class StatusClient:
 
     def drain(self, worker_id: str) -> None:
         """Have a worker drain. Raises: NotFound for an unknown one; NotReached if there is no answer, PeerError if refused."""
-        self._ask("POST", f"/workers/{quote(worker_id, safe='')}/drain", httpx.codes.ACCEPTED)
+        self._ask("POST", f"/workers/{quote(worker_id, safe='')}/drain", httpx.codes.ACCEPTED, {})
+
+    def set_role(self, worker_id: str, role: str, *, force: bool = False) -> None:
+        """Have a worker take a role. Raises: as `drain`, PeerError with the reason if the worker cannot take it."""
+        body = {"role": role, "force": force}
+        self._ask("POST", f"/workers/{quote(worker_id, safe='')}/role", httpx.codes.ACCEPTED, body)
 
     def request(self, request_id: str) -> RequestView:
         """One request. Raises: NotFound for an unknown id; NotReached if there is no answer, PeerError if it is unusable."""
@@ -67,9 +72,9 @@ class StatusClient:
         except msgspec.MsgspecError as error:
             raise PeerError(f"{self._url}{path} did not answer like a pdserve router: {error}") from None
 
-    def _ask(self, method: str, path: str, expected: int) -> bytes:
+    def _ask(self, method: str, path: str, expected: int, body_json: dict[str, object] | None = None) -> bytes:
         try:
-            with self._client.stream(method, path, json={} if method == "POST" else None) as reply:
+            with self._client.stream(method, path, json=body_json) as reply:
                 body = b""
                 for data in reply.iter_bytes():
                     body += data

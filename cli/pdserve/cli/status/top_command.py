@@ -142,6 +142,7 @@ def _numbers(status: StatusView) -> list[Text]:
 def _workers(workers: list[WorkerView], *, narrow: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("worker", overflow="fold")
+    table.add_column("role", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for name in ("run", "wait", "kv"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -153,12 +154,12 @@ def _workers(workers: list[WorkerView], *, narrow: bool) -> Table:
         table.add_column("address", overflow="fold")
         table.add_column("versions", no_wrap=True)
     for worker in workers:
-        worker_id = Text(plain(worker.worker_id))
+        worker_id, role = Text(plain(worker.worker_id)), Text(plain(worker.role))
         state = Text(plain(worker.state), style=_STATES.get(worker.state, "red"))
         if worker.state == "absent":
             # in the column of the address, the last but one
             cells: list[str | Text] = [""] * 5 if narrow else [*[""] * 8, Text(plain(worker.cause))]
-            table.add_row(worker_id, state, *cells)
+            table.add_row(worker_id, role, state, *cells)
             continue
         more: list[str | Text] = [
             count(worker.num_waiting_tokens),
@@ -168,8 +169,8 @@ def _workers(workers: list[WorkerView], *, narrow: bool) -> Table:
             f"{worker.protocol_version}/{worker.sampler_version}",
         ]
         table.add_row(
-            worker_id, state, f"{worker.num_running}/{worker.max_num_seqs}", str(worker.num_waiting), str(worker.num_remote_kv),
-            f"{count(worker.blocks_in_use)}/{count(worker.blocks_total)}",
+            worker_id, role, state, f"{worker.num_running}/{worker.max_num_seqs}", str(worker.num_waiting),
+            str(worker.num_remote_kv), f"{count(worker.blocks_in_use)}/{count(worker.blocks_total)}",
             meter(worker.blocks_in_use, worker.blocks_total, 6 if narrow else 12), *([] if narrow else more),
         )  # fmt: skip
     return table

@@ -43,6 +43,7 @@ STEP_STREAM = Method("/pdserve.v1.StepStreamService/Open", step_stream_pb2.StepC
 ATTACH = Method("/pdserve.v1.KvSourceService/Attach", kv_source_pb2.AttachRequest, kv_source_pb2.AttachEvent)
 MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_pb2.MeetResponse)
 DRAIN = Method("/pdserve.v1.WorkerService/Drain", worker_pb2.DrainRequest, worker_pb2.DrainResponse)
+SET_ROLE = Method("/pdserve.v1.WorkerService/SetRole", worker_pb2.SetRoleRequest, worker_pb2.SetRoleResponse)
 
 
 class Undecodable:

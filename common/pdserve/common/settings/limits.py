@@ -13,6 +13,7 @@ from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.multimodal import MAX_IMAGE_BYTES, MAX_IMAGES
 from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES, MOST_LOGPROBS, MOST_SEQUENCES
 from pdserve.common.settings.checked import Checked
+from pdserve.common.worker_identity import MAX_ROLE_DWELL_S
 
 MAX_LORA_RANK = 512
 _LEAST_REQUEST_BYTES = 1024
@@ -54,6 +55,9 @@ class RouterLimits(ServiceLimits, frozen=True, kw_only=True):
     """Sequences that workers serve at once; default: as many as the live workers can hold, with their prompts' blocks."""
     queue_timeout_s: float = 30.0
     """Longest wait for a place, seconds; refused at once (429) when the expected wait is longer."""
+    role_dwell_s: float = 30.0
+    """With `role_switch`: least seconds between two changes of role that the router asks for, and after one of others; at most a
+    day."""
     max_requests_per_key: int | None = None
     """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
     max_request_bytes: int | None = None
@@ -107,8 +111,10 @@ class RouterLimits(ServiceLimits, frozen=True, kw_only=True):
         self._verify_least(0, "max_held_image_bytes", "max_stored_response_bytes")
         self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
         self._verify_seconds(
-            "request_timeout_s", "queue_timeout_s", "image_fetch_timeout_s", "max_stored_response_age_s"
+            "request_timeout_s", "queue_timeout_s", "image_fetch_timeout_s", "max_stored_response_age_s", "role_dwell_s"
         )
+        if self.role_dwell_s > MAX_ROLE_DWELL_S:
+            raise ConfigError(f"role_dwell_s is {self.role_dwell_s}, at most {MAX_ROLE_DWELL_S:g} seconds are possible")
         in_flight, least = self.max_body_bytes_in_flight, self.max_request_bytes or _LEAST_REQUEST_BYTES
         if in_flight is not None and in_flight < least:
             raise ConfigError(

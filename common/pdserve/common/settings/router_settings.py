@@ -49,6 +49,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     rebalance: Literal["never", "auto", "always"] = "never"
     """When running sequences move to another decode worker that does not drain; `auto`: when that makes the slowest streams faster;
     `always`: one of them every 20 ms, for tests."""
+    role_switch: Literal["never", "auto"] = "never"
+    """When a router has a worker take the other role; `auto`: when prompts wait for long and decode has room, or the other way
+    round. See docs/architecture.md#changes-of-role."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
     """After a failed transfer: prefill on decode, on another prefill worker (`remote`), or `fail`."""
     allowed_media_domains: tuple[str, ...] = ()

@@ -179,6 +179,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return self.speculative_config.num_drafts(self.max_num_seqs, self.step_tokens)
 
     @property
+    def drafts_with_model(self) -> bool:
+        """True if a decode worker loads a model that drafts."""
+        return self.speculative_config is not None and self.speculative_config.draft_model is not None
+
+    @property
     def pool_mib(self) -> int | None:
         """`kv_cache_mib`, or its default; None: what a GPU has left."""
         return CPU_KV_CACHE_MIB if self.kv_cache_mib is None and self.device == "cpu" else self.kv_cache_mib

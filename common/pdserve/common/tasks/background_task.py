@@ -44,6 +44,7 @@ TaskName = Literal[
     "connections",
     "memory",
     "rebalancing",
+    "role_switching",
 ]
 """The bounded set of names that logs and metrics show."""
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)

@@ -20,6 +20,7 @@ from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.rebalancing import Rebalancing
+from pdserve.router.placement.role_switching import RoleSwitching
 from pdserve.router.placement.worker_selector import WorkerSelector, pooling_workers
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
@@ -77,6 +78,7 @@ class Inference:
         self.preparation = preparation
         self.parsers = AnswerParsers.of(preparation.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self.rebalancing = Rebalancing(settings.rebalance, lambda: fleet.workers(WorkerRole.DECODE))
+        self.role_switching = RoleSwitching(fleet.workers, settings.limits.role_dwell_s)
         company = Company()
         company.on_left = fleet.look_again
         self._services = RequestServices(
@@ -97,6 +99,7 @@ class Inference:
             fleet.counts,
             lambda: len(index),
             lambda: self.selector.moves.num_ended,
+            lambda: self.role_switching.num_wishes,
         )
 
         self.keys.on_failure = self.telemetry.audit.failed_authentication

@@ -122,7 +122,7 @@ def _absent_view(role: WorkerRole, name: str, why: str) -> WorkerView:
 def _worker_view(worker: RemoteWorker) -> WorkerView:
     identity, load = worker.identity, worker.load
     return WorkerView(
-        role=identity.role_name,
+        role=worker.role_name,
         worker_id=identity.worker_id,
         state=worker.state.value,
         address=identity.address,
@@ -137,6 +137,7 @@ def _worker_view(worker: RemoteWorker) -> WorkerView:
         max_sessions=load.max_sessions,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         num_calls=worker.num_in_flight,
+        num_other_calls=load.num_other_calls,
         connected_s=time.monotonic() - worker.joined_at,
         connectors=list(identity.connectors),
         protocol_version=identity.protocol_version,

@@ -80,6 +80,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """0: not known."""
     num_calls: int = 0
     """Open calls of this router."""
+    num_other_calls: int = 0
+    """Open calls, of all routers, of the role that it had before."""
     connected_s: float = 0.0
     """Seconds since this router connected."""
     connectors: list[str] = []

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from pdserve.common.errors import NotFound, PdServeError
-from pdserve.common.kv_events import KvEventSink
+from pdserve.common.errors import InvalidRequest, NotFound, PdServeError
+from pdserve.common.kv_events import KvEventSink, WorkerKey
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.workers.watch import ask_to_drain, introduce
+from pdserve.router.workers.watch import ask_to_drain, introduce, set_role
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 from pdserve.router.workers.worker_watcher import TICK_STILL_S, CompatibilityCheck, WorkerWatcher
 
@@ -96,7 +96,7 @@ class Fleet:
         """Address that the directory found -> task that watches it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
-        self._met: set[tuple[str, int]] = set()
+        self._met: set[tuple[WorkerKey, WorkerRole | None]] = set()
         self._compared: set[frozenset[tuple[str, int]]] = set()
         self.listeners: list[Callable[[], None]] = []
         """Called after every change."""
@@ -124,7 +124,7 @@ class Fleet:
         found = {
             watched.worker.key: watched.worker
             for watched in reversed(self._watched)
-            if watched.worker is not None and role in (None, watched.role)
+            if watched.worker is not None and role in (None, watched.worker.role)
         }
         return list(reversed(found.values()))
 
@@ -142,7 +142,7 @@ class Fleet:
             return
         known = next((watched for watched in self._watched if watched.address == address), None)
         if known is not None:
-            if known.role is role or known.worker is not None or address not in self._introduced:
+            if known.address_role is role or known.worker is not None or address not in self._introduced:
                 return
             # another worker had the address before
             self._give_up(known)
@@ -168,7 +168,11 @@ class Fleet:
         for watched in list(self._watched):
             if watched.address in missing and watched.address in self._introduced and watched.worker is None:
                 self._give_up(watched)
-                log.info("%s address %s is forgotten: no record names it any more", watched.role.value, watched.address)
+                log.info(
+                    "%s address %s is forgotten: no record names it any more",
+                    watched.address_role.value,
+                    watched.address,
+                )
 
     def _give_up(self, watched: WorkerWatcher) -> None:
         self._introduced.pop(watched.address).cancel()
@@ -176,14 +180,38 @@ class Fleet:
 
     async def drain(self, worker_id: str) -> list[RemoteWorker]:
         """Have the workers of this name drain; returns them. Raises: NotFound if none is connected; PdServeError of the call."""
-        named = [watched.worker for watched in self._watched if watched.worker is not None]
-        named = [worker for worker in named if worker.identity.worker_id == worker_id]
-        if not named:
-            raise NotFound(f"no worker {worker_id[:100]!r} is connected")
+        named = self._named(worker_id)
         for worker in named:
             await ask_to_drain(worker.channel)
             worker.refuse_more()
             log.info("worker %s drains, as asked", worker)
+        return named
+
+    async def set_role(
+        self, worker_id: str, role: WorkerRole, dwell_s: float = 0.0, *, force: bool = False
+    ) -> list[RemoteWorker]:
+        """Have the workers of this name take a role; returns them. dwell_s: as of `SetRole`.
+
+        Raises: NotFound if none is connected; InvalidRequest, without `force`, if no live worker of their role would be left;
+        PdServeError of the call.
+        """
+        named = self._named(worker_id)
+        leaving = [worker for worker in named if worker.role is not role]
+        for worker in leaving:
+            if not force and worker.role is not None and not set(self.workers(worker.role)) - set(leaving):
+                raise InvalidRequest(
+                    f"role is {role.value!r}, and {worker_id} is the only {worker.role.value} worker that is live: force is needed",
+                    "role",
+                )
+        for worker in named:
+            await set_role(worker.channel, role, dwell_s)
+        return named
+
+    def _named(self, worker_id: str) -> list[RemoteWorker]:
+        """Raises: NotFound if none is connected."""
+        named = [worker for worker in self.lives() if worker.identity.worker_id == worker_id]
+        if not named:
+            raise NotFound(f"no worker {worker_id[:100]!r} is connected")
         return named
 
     def absent(self) -> list[tuple[WorkerRole, str, str]]:
@@ -192,13 +220,14 @@ class Fleet:
         for watched in self._watched:
             if watched.worker is None:
                 why = f"refused: {watched.refused}" if watched.refused else "dead, or not reached yet"
-                left.append((watched.role, watched.address, why))
+                left.append((watched.address_role, watched.address, why))
             elif watched.worker.state is not WorkerState.LIVE:
-                left.append((watched.role, watched.worker.identity.worker_id, watched.worker.state.value))
+                role = watched.worker.role or watched.address_role
+                left.append((role, watched.worker.identity.worker_id, watched.worker.state.value))
         return left
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """role -> state (configured, live, draining, refused) -> number of addresses."""
+        """role -> state (configured, live, draining, refused) -> number of addresses. A worker counts with its present role."""
         return {role.value: self._count([w for w in self._watched if w.role is role]) for role in WorkerRole}
 
     def describe(self, role: WorkerRole) -> str:
@@ -266,19 +295,23 @@ class Fleet:
 
     def _on_change(self, watched: WorkerWatcher) -> None:
         worker = watched.worker
-        if worker is not None and worker.state is WorkerState.LIVE and worker.key not in self._met:
-            self._met.add(worker.key)
+        if (
+            worker is not None
+            and worker.state is WorkerState.LIVE
+            and (met := (worker.key, worker.role)) not in self._met
+        ):
+            self._met.add(met)
             self._introduce(worker)
         if worker is None:
             alive = {address.worker.key for address in self._watched if address.worker is not None}
-            self._met &= alive
+            self._met = {met for met in self._met if met[0] in alive}
             self._compared = {pair for pair in self._compared if pair <= alive}
         self.look_again()
         for listener in self.listeners:
             listener()
 
     def _introduce(self, worker: RemoteWorker) -> None:
-        role = worker.identity.role
+        role = worker.role
         if role is None:
             return
         for peer in self.workers(role.other):

@@ -1,4 +1,4 @@
-"""The router's side of `WorkerService`: a worker's watch stream as plain values, `Meet` and `Drain`."""
+"""The router's side of `WorkerService`: a worker's watch stream as plain values, `Meet`, `Drain` and `SetRole`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.net.rpc import from_rpc_error
-from pdserve.common.net.service_channel import DRAIN, MEET, Method, ServiceChannel, decoder, readable
+from pdserve.common.net.service_channel import DRAIN, MEET, SET_ROLE, Method, ServiceChannel, decoder, readable
 from pdserve.common.request.generation_request import LORA_FINGERPRINT
 from pdserve.common.request.known_adapters import MAX_ADAPTERS, KnownAdapters, read_known_adapters
-from pdserve.common.request.wire.messages import layout_from_wire
+from pdserve.common.request.wire.messages import layout_from_wire, role_from_wire, role_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
@@ -25,7 +25,6 @@ from pdserve.v1 import worker_pb2
 
 CALL_TIMEOUT_S = 5.0
 _WATCH = "/pdserve.v1.WorkerService/Watch"
-_ROLES = {worker_pb2.ROLE_PREFILL: WorkerRole.PREFILL, worker_pb2.ROLE_DECODE: WorkerRole.DECODE}
 
 
 class OfferedAdapters(NamedTuple):
@@ -108,6 +107,12 @@ async def ask_to_drain(channel: ServiceChannel) -> None:
     await _call(channel, DRAIN, worker_pb2.DrainRequest())
 
 
+async def set_role(channel: ServiceChannel, role: WorkerRole, dwell_s: float = 0.0) -> None:
+    """Have the worker at the other end take a role. dwell_s: unless its role was changed less than this many seconds ago. Raises:
+    PdServeError, with the worker's reason if it refuses."""
+    await _call(channel, SET_ROLE, worker_pb2.SetRoleRequest(role=role_to_wire(role), dwell_s=dwell_s))
+
+
 async def _call(channel: ServiceChannel, method: Method[Any, Any], request: Message) -> None:
     try:
         readable(await channel.unary_unary(method, request, timeout=CALL_TIMEOUT_S))
@@ -123,7 +128,7 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
     return WorkerIdentity(
         **fields
         | {
-            "role": _ROLES.get(message.role),
+            "role": role_from_wire(message.role),
             "layout": layout_from_wire(message.layout),
             "connectors": tuple(message.connectors),
         }
@@ -140,6 +145,7 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
     if not LEAST_RATE <= message.prefill_tokens_per_s <= MOST_RATE:
         fields["prefill_tokens_per_s"] = 0.0
     loaded = message.loaded_adapters[:MAX_ADAPTERS]
+    fields["role"] = role_from_wire(message.role)
     fields["loaded_adapters"] = tuple(filter(LORA_FINGERPRINT.fullmatch, loaded))
     return WorkerLoad(**fields)
 

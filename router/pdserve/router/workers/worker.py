@@ -16,7 +16,7 @@ from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
 from pdserve.common.request.wire.step_wire import max_bulk_bytes
-from pdserve.common.worker_identity import WorkerIdentity
+from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.workers.step_stream import StepStream
 from pdserve.router.workers.step_times import StepTimes
 
@@ -55,6 +55,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprints of the adapters that have a slot on its device."""
     prefill_tokens_per_s: float = 0.0
     """Tokens per second beyond a step's constant cost; 0: unknown."""
+    role: WorkerRole | None = None
+    """What may be placed there now; None: the role of its identity."""
+    num_other_calls: int = 0
+    """Open calls of the other role, from before a change."""
 
 
 class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +108,9 @@ class Movable(Protocol):
     def move(self) -> None:
         """Begin to move it; no effect if that has begun."""
 
+    def stay(self) -> None:
+        """Give a move up whose sequences have not been told to leave."""
+
 
 class RemoteWorker:
     """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `RemoteWorker`."""
@@ -130,10 +137,15 @@ class RemoteWorker:
         self.migration_room = asyncio.Semaphore(_MIGRATIONS)
         """Taken for each sequence that leaves, until its blocks have been read ahead."""
         self.movable: set[Movable] = set()
-        """Attempts that it decodes; they begin to move when it drains."""
+        """Attempts that it decodes; they begin to move when it drains, or takes the prefill role."""
         self.load = load or WorkerLoad()
         self.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         """The last rate that it has reported; 0: none."""
+        self.role = self.load.role or identity.role
+        """What may be placed there now: a worker may change its role within an epoch. None for a role that this router does not
+        know."""
+        self.role_changed_at = -math.inf
+        """`time.monotonic()` of the last change that this router has seen."""
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
         self.stalled = False
@@ -153,6 +165,11 @@ class RemoteWorker:
 
     def __str__(self) -> str:
         return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
+
+    @property
+    def role_name(self) -> str:
+        """For logs."""
+        return self.role.value if self.role is not None else "unknown"
 
     @property
     def key(self) -> WorkerKey:
@@ -212,18 +229,28 @@ class RemoteWorker:
         self.prefill_tokens_per_s = load.prefill_tokens_per_s or self.prefill_tokens_per_s
         self._forget_ended()
         self._own_reported = sum((share for _, share in self._ended_lately), self._own)
+        if (role := load.role or self.identity.role) is not self.role:
+            self.role, self.role_changed_at = role, time.monotonic()
+            if not self.sequences_leave:
+                for each in list(self.movable):
+                    each.stay()
         if self.state is not WorkerState.DEAD:
             self.state = WorkerState.DRAINING if load.draining else WorkerState.LIVE
-            self._move_if_draining()
+            self._move_if_leaving()
 
     def refuse_more(self) -> None:
         """Set DRAINING at once, before the next load report, because the worker refused a request."""
         if self.state is WorkerState.LIVE:
             self.state = WorkerState.DRAINING
-            self._move_if_draining()
+            self._move_if_leaving()
 
-    def _move_if_draining(self) -> None:
-        if self.state is WorkerState.DRAINING:
+    @property
+    def sequences_leave(self) -> bool:
+        """True if running sequences leave for other decode workers."""
+        return self.state is WorkerState.DRAINING or self.role is not WorkerRole.DECODE
+
+    def _move_if_leaving(self) -> None:
+        if self.sequences_leave:
             for each in list(self.movable):
                 each.move()
 

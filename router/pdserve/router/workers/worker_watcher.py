@@ -47,7 +47,8 @@ class CompatibilityCheck(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_fingerprint: str
 
     def mismatch(self, identity: WorkerIdentity, role: WorkerRole) -> str | None:
-        """The reason why a worker cannot be used at an address of `role`, with both values; None if it can."""
+        """The reason why a worker cannot be used at an address of `role`, with both values; None if it can. What counts is the role
+        with which it was started."""
         if identity.role is not role:
             return f"its role is {identity.role_name}, but the address was given as {role.value}"
         if identity.tokenizer_fingerprint != self.tokenizer_fingerprint:
@@ -78,7 +79,8 @@ class WorkerWatcher:
         worker's identity must then contain it, since another process could relay the answers of a worker elsewhere.
         """
         self.address = address
-        self.role = role
+        self.address_role = role
+        """The role with which a worker is started here."""
         self.worker: RemoteWorker | None = None
         self.refused: str | None = None
         """The reason why the worker at this address is refused; None if it is not."""
@@ -95,6 +97,11 @@ class WorkerWatcher:
         self._last_warning = ""
         self._adapters = NO_ADAPTERS
         """Adapters that the watched worker offers."""
+
+    @property
+    def role(self) -> WorkerRole | None:
+        """The role of the worker, or without one that of the address."""
+        return self.address_role if self.worker is None else self.worker.role
 
     async def keep(self) -> None:
         """Watch until cancelled."""
@@ -131,7 +138,7 @@ class WorkerWatcher:
             if before is None:
                 # otherwise this could not be distinguished from a worker that has not started
                 self._warn(
-                    f"no {self.role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
+                    f"no {self.address_role.value} worker is reached at {self.address}: {cause}; do both sides have TLS, "
                     "certificates of one CA, and there one made out to this host or to tls_server_name?"
                 )
         if self.refused != before:
@@ -180,7 +187,7 @@ class WorkerWatcher:
     def _objection(self, identity: WorkerIdentity) -> str | None:
         if self._found and identity.address != self.address:
             return f"it says that it is reached at {identity.address}"
-        return self._expected.mismatch(identity, self.role)
+        return self._expected.mismatch(identity, self.address_role)
 
     def _take_load(self, identity: WorkerIdentity, load: WorkerLoad, channel: grpc.aio.Channel) -> None:
         tick = (identity.epoch, load.engine_tick)
@@ -189,16 +196,19 @@ class WorkerWatcher:
         if moved:
             self._tick_moved_at = asyncio.get_running_loop().time()
         if self.worker is not None:
-            before = self.worker.state
+            before, role = self.worker.state, self.worker.role
             self.worker.report(load)
             if self.worker.state is not before:
                 log.info("worker %s is %s", self.worker, self.worker.state.value)
+            if self.worker.role is not role:
+                log.info("worker %s has the role %s now", self.worker, self.worker.role_name)
+            if (self.worker.state, self.worker.role) != (before, role):
                 self._changed(self)
         elif moved:
             service = ServiceChannel(channel, self._signer, identity.key)
             self.worker = RemoteWorker(identity, service, load, self._adapters)
             self._last_warning = ""
-            log.info("%s worker %s joined", self.role.value, self.worker)
+            log.info("%s worker %s joined", self.worker.role_name, self.worker)
             self._changed(self)
 
     def _take_adapters(self, known: KnownAdapters) -> None:
@@ -212,9 +222,9 @@ class WorkerWatcher:
             return
         worker, self.worker = self.worker, None
         if worker.state is WorkerState.DRAINING and not stalled:
-            log.info("%s worker %s has drained and left: %s", self.role.value, worker, cause)
+            log.info("%s worker %s has drained and left: %s", worker.role_name, worker, cause)
         else:
-            log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
+            log.warning("%s worker %s is lost: %s", worker.role_name, worker, cause)
         worker.mark_lost(cause, stalled=stalled)
         self._changed(self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.method_handler import Context
@@ -40,6 +40,10 @@ class StepStreamServicer(step_stream_pb2_grpc.StepStreamServiceServicer):
         """Calls whose large events routers have not read yet."""
         return sum(stream.outbox.num_waiting for stream in self._streams)
 
+    def num_calls(self, kinds: Collection[str]) -> int:
+        """Open calls of these kinds."""
+        return sum(kind in kinds for stream in self._streams for kind in stream.kinds.values())
+
     def close(self) -> None:
         """End each stream after what its calls have sent."""
         self._closed = True
@@ -72,6 +76,8 @@ class _Stream:
     def __init__(self, handlers: Mapping[str, BeginCall]) -> None:
         self._handlers = handlers
         self._calls: dict[int, StepCall] = {}
+        self.kinds: dict[int, str] = {}
+        """Of the open calls, by their keys."""
         self.outbox = StepOutbox(on_full=self.end)
         self._last_key = 0
         self._has_ended = False
@@ -96,7 +102,7 @@ class _Stream:
     def end(self) -> None:
         """Cancel all calls, and begin no more; repeated calls have no effect."""
         self._has_ended = True
-        calls, self._calls = self._calls, {}
+        calls, self._calls, self.kinds = self._calls, {}, {}
         for call in calls.values():
             call.cancel()
 
@@ -105,7 +111,8 @@ class _Stream:
         _verify_counts(commands)
         try:
             for key in commands.cancelled:
-                if (call := self._calls.pop(key, None)) is not None:
+                if (call := self._calls.get(key)) is not None:
+                    self._forget(key)
                     call.cancel()
             for ended in commands.ended_sequences:
                 if (call := self._calls.get(ended.key)) is not None:
@@ -145,6 +152,7 @@ class _Stream:
             if kind is None or handler is None:
                 known = ", ".join(self._handlers)
                 raise InvalidRequest(f"a submission has {kind or 'no call'}, this worker takes {known}", "call")
+            self.kinds[key] = kind
             handler(submission, call)
         except PdServeError as error:
             call.end(error)
@@ -153,6 +161,7 @@ class _Stream:
 
     def _forget(self, key: int) -> None:
         self._calls.pop(key, None)
+        self.kinds.pop(key, None)
 
 
 def _verify_counts(commands: step_stream_pb2.StepCommands) -> None:

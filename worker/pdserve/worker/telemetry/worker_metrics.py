@@ -14,6 +14,7 @@ from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_lab
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.telemetry.call_stats import CallStats
+from pdserve.worker.worker_roles import WorkerRoles
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
 
@@ -26,6 +27,7 @@ class WorkerMetrics:
         registry: CollectorRegistry,
         identity: WorkerIdentity,
         engine: EngineClient,
+        roles: WorkerRoles,
     ) -> None:
         def seconds(name: str, meaning: str, *labels: str) -> Histogram:
             return Histogram(name, meaning, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -49,7 +51,7 @@ class WorkerMetrics:
         self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
         self._calls = count("pdserve_calls_total", "Calls of routers, by outcome.", "call", "outcome")
         self._errors = count("pdserve_call_errors_total", "Calls of routers that failed, by cause.", "code")
-        registry.register(Families(partial(_state, identity, engine)))
+        registry.register(Families(partial(_state, identity, engine, roles)))
 
     def call(self, record: CallStats) -> None:
         """Count an ended call."""
@@ -69,14 +71,17 @@ class WorkerMetrics:
                     self._transfer.labels(connector).observe(stage.end - stage.start)
 
 
-def _state(identity: WorkerIdentity, engine: EngineClient) -> Iterable[Metric]:
+def _state(identity: WorkerIdentity, engine: EngineClient, roles: WorkerRoles) -> Iterable[Metric]:
     """Current states, read at each scrape."""
     stats, transfers = engine.stats, engine.transfer_counts
     labels = ["worker", "role", "model_fingerprint"]
-    worker = (identity.worker_id, identity.role_name, identity.layout.model_fingerprint)
+    worker = (identity.worker_id, roles.role.value, identity.layout.model_fingerprint)
     yield by_label(
         GaugeMetricFamily, "pdserve_worker_info", "Always 1; the labels identify the worker.", labels, {worker: 1}
     )
+    changes = {role.value: count for role, count in roles.num_changes.items()}
+    meaning = "Times that the worker has taken a role since its start."
+    yield by_label(CounterMetricFamily, "pdserve_role_switches", meaning, ["role"], changes)
     names = (*KNOWN_CONNECTORS, *identity.connectors)
     works = {name: int(name in identity.connectors) for name in names}
     meaning = "1 for each connector that works here."

@@ -10,6 +10,7 @@ from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
+from pdserve.worker.worker_roles import WorkerRoles
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +18,10 @@ log = logging.getLogger(__name__)
 class WorkerTelemetry(ServiceTelemetry):
     """Telemetry of one worker."""
 
-    def __init__(self, identity: WorkerIdentity, engine: EngineClient) -> None:
+    def __init__(self, identity: WorkerIdentity, engine: EngineClient, roles: WorkerRoles) -> None:
         super().__init__(identity.role_name, identity.worker_id)
         self._identity = identity
-        self._metrics = WorkerMetrics(self._registry, identity, engine)
+        self._metrics = WorkerMetrics(self._registry, identity, engine, roles)
 
     def call(self, call: Call, request: EngineCoreRequest) -> CallStats:
         """Begin the record of a call, or of a session's turn."""

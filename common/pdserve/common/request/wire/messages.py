@@ -11,11 +11,14 @@ from pdserve.common.kv_layout import BlockShape, KvLayout
 from pdserve.common.request.block_source import BlockSource
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.timeline import to_unix_ns
-from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2, worker_pb2
 
 _FINISH_TO_WIRE = {reason: request_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _ENDED_TO_WIRE = dict(prefill_pb2.Ended.How.items())
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_ROLE_TO_WIRE = {WorkerRole.PREFILL: worker_pb2.ROLE_PREFILL, WorkerRole.DECODE: worker_pb2.ROLE_DECODE}
+_ROLE_FROM_WIRE = {wire: role for role, wire in _ROLE_TO_WIRE.items()}
 
 
 def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
@@ -30,6 +33,15 @@ def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
     fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
     groups = {name: tuple(getattr(message, name)) for name in ("group_shapes", "group_windows", "group_chunks")}
     return KvLayout(**fields | groups | {"shapes": shapes})
+
+
+def role_to_wire(role: WorkerRole | None) -> worker_pb2.Role.ValueType:
+    return worker_pb2.ROLE_UNSPECIFIED if role is None else _ROLE_TO_WIRE[role]
+
+
+def role_from_wire(value: worker_pb2.Role.ValueType) -> WorkerRole | None:
+    """None for an unspecified role, and for one that a newer peer may have."""
+    return _ROLE_FROM_WIRE.get(value)
 
 
 def block_source_from_wire(submission: step_stream_pb2.Submission) -> BlockSource | None:

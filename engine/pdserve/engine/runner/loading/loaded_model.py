@@ -121,6 +121,11 @@ class LoadedModel:
         vocab_size = self.decoder.config.vocab_size
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
 
+    def _drafts(self, settings: WorkerSettings) -> bool:
+        """False where nothing is decoded, and where no draft model is loaded. Nothing is drafted for prompts whose blocks go
+        elsewhere, so that a prefill worker has a drafter only for the time in which it is a decode worker."""
+        return not self.num_labels and not (settings.section == "prefill" and settings.drafts_with_model)
+
     @property
     def _tokenizer_file(self) -> Path:
         return self.folder / "tokenizer.json"
@@ -188,7 +193,7 @@ class LoadedModel:
             collect_layer_times=settings.collect_layer_times,
             profile_interval_s=settings.profile_interval_s,
             profile_steps=settings.profile_steps,
-            speculative_config=None if settings.section == "prefill" else settings.speculative_config,
+            speculative_config=settings.speculative_config if self._drafts(settings) else None,
             encoder=self.encoder,
             encoder_decoder=self.encoder_decoder,
         )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from pdserve.router.workers.worker import RemoteWorker, WorkerState
+from pdserve.router.workers.worker import RemoteWorker
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class SequenceMove:
 
     def __enter__(self) -> SequenceMove:
         self._worker.movable.add(self)
-        if self._worker.state is WorkerState.DRAINING:  # since it was placed
+        if self._worker.sequences_leave:  # since it was placed
             self.move()
         return self
 
@@ -48,6 +48,12 @@ class SequenceMove:
         if self._task is None:
             self._task = asyncio.create_task(self._move(self._worker), name="move of a sequence")
             self._task.add_done_callback(_log_bug)
+
+    def stay(self) -> None:
+        """As `Movable.stay`."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            self._task = None
 
 
 def _log_bug(task: asyncio.Task[None]) -> None:
