@@ -58,7 +58,9 @@ def test_a_wrong_value_is_refused_before_anything_starts(name: str) -> None:
 
 def test_what_was_asked_for_comes_after_what_up_chooses_itself() -> None:
     prefill, decode = plan({"stream_interval": "4", "num_threads": "9"}).children
-    assert "PDSERVE_STREAM_INTERVAL" not in prefill.environ
+    # a prefill worker has it when it takes the decode role
+    assert prefill.environ["PDSERVE_STREAM_INTERVAL"] == "4"
+    assert not hasattr(prefill.settings, "stream_interval")
     assert decode.environ["PDSERVE_STREAM_INTERVAL"] == "4"
     assert (prefill.settings.num_threads, prefill.settings.log_level) == (9, "warning")
 

@@ -61,7 +61,7 @@ FLOORS = {
         {"worker_process"}, {"worker"}, {"engine_process"}, {"fetch_servicer", "telemetry", "worker_servicer"},
         {"engine_client", "lora_modules", "redis_publisher"}, {"transfers"}, {"kv_transfer_manager", "ranks"},
         {"engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
-         "source_reader", "step_stream", "step_totals"},
+         "source_reader", "step_stream", "step_totals", "worker_roles"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},

@@ -19,6 +19,7 @@ ALIASES = {"/score", "/rerank", "/v2/rerank"}
 """Other names of the last two."""
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
+ROLE = "/workers/{worker_id}/role"
 
 
 class Worst(NamedTuple):
@@ -146,6 +147,8 @@ OTHER_BODIES = [
     Worst("messages", TOKENIZE, repeated('{"messages":[', "{}", "]}")),
     Worst("token ids", DETOKENIZE, repeated('{"tokens":[', "1", "]}")),
     Worst("as many token ids as may be", DETOKENIZE, repeated('{"tokens":[', "9", "]}", (5 << 18) + 13), 200),
+    Worst("a long role", ROLE, b'{"role":"' + b"a" * (LIMIT - 20) + b'"}'),
+    Worst("many fields", ROLE, numbered("{", '"f%d":1', "}")),
     Worst("too large", COMPLETIONS, b" " * (LIMIT + 1), 413),
 ]  # fmt: skip
 _FILE = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'

@@ -102,7 +102,11 @@ def make_plan(
         if router.deployment_key_file is not None:
             settings["deployment_key_file"] = router.deployment_key_file
         place += sizes[role]
-        child = _child(role, name, settings, config, environ)
+        # a worker may take the other role, with what only that has
+        others = {
+            name: value for other in _WORKERS for name, value in by_role[other].items() if name not in by_role[role]
+        }
+        child = _child(role, name, settings, others, config, environ)
         children.append(_for_another_machine(child) if on_ray else child)
         if children[-1].settings.key() != router.key():
             raise ConfigError(
@@ -112,10 +116,16 @@ def make_plan(
 
 
 def _child(
-    role: WorkerRole, name: str, settings: Mapping[str, object], config: Path | None, environ: Mapping[str, str]
+    role: WorkerRole,
+    name: str,
+    settings: Mapping[str, object],
+    others: Mapping[str, object],
+    config: Path | None,
+    environ: Mapping[str, str],
 ) -> ChildPlan:
-    """Raises: ConfigError."""
-    own = {**environ, **{f"{ENV_PREFIX}{key.upper()}": _as_text(value) for key, value in settings.items()}}
+    """others: given settings of other roles alone. Raises: ConfigError."""
+    given = {**others, **settings}
+    own = {**environ, **{f"{ENV_PREFIX}{key.upper()}": _as_text(value) for key, value in given.items()}}
     flags = () if config is None else ("--config", str(config))
     # the port of the environment is the router's
     loaded = load_settings(_WORKERS[role], flags={**settings, "port": 0}, toml=config, environ=environ)

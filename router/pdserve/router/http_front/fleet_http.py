@@ -19,6 +19,8 @@ from pdserve.router.requests.inference import Inference
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.workers.worker import RemoteWorker
 
+ROLE_PATH = "/workers/{worker_id}/role"
+
 
 class RoleBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of a change of role."""
@@ -37,7 +39,7 @@ class FleetHttp:
         self._keys = keys
         self.routes = [
             Route("/workers/{worker_id}/drain", self.drain, methods=["POST"]),
-            Route("/workers/{worker_id}/role", self.set_role, methods=["POST"]),
+            Route(ROLE_PATH, self.set_role, methods=["POST"]),
         ]
 
     async def drain(self, request: Request) -> Response:

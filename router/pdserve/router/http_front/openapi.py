@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.router.http_front.error_response import json_response
+from pdserve.router.http_front.fleet_http import ROLE_PATH, RoleBody
 from pdserve.router.http_front.page_response import page_response
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
@@ -36,6 +37,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     **dict.fromkeys(RERANK_PATHS, RerankBody),
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    ROLE_PATH: RoleBody,
 }
 """Path -> type that decodes its body."""
 FORMS: Mapping[str, type[msgspec.Struct]] = {"/v1/audio/transcriptions": TranscriptionBody}
@@ -81,6 +83,7 @@ EXAMPLES: Mapping[str, dict[str, Any]] = {
     "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 16, "temperature": 0.0},
     "/v1/embeddings": {"input": ["Paris", "Rome"], "encoding_format": "float"},
     "/classify": {"input": ["Paris", "Rome"]},
+    ROLE_PATH: {"role": "prefill"},
     **{path: {"text_1": _QUESTION, "text_2": ["Paris", "Rome"]} for path in SCORE_PATHS},
     **{path: {"query": _QUESTION, "documents": ["Paris", "Rome"], "top_n": 1} for path in RERANK_PATHS},
     "/tokenize": {"messages": _MESSAGES},

@@ -35,18 +35,18 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
 SUSTAINED_S = 1.5
-"""Seconds for which a wish must hold: longer than the time between two reports of a worker's load."""
+"""Seconds for which the reason must hold: longer than the time between two reports of a worker's load."""
 LONG_QUEUE_S = 1.0
 SHORT_QUEUE_S = 0.25
 FULL = 0.8
 """Occupancy of decode from which on it gets another worker."""
 ROOM = 0.6
 """Occupancy up to which decode can do with one worker less."""
-WISH_OUTCOMES = ("done", "refused", "failed")
+CHANGE_OUTCOMES = ("done", "refused", "failed")
 """The worker has the role; it can never take it; or not now, or it did not answer."""
 
 
-class RoleWish(NamedTuple):
+class RoleChange(NamedTuple):
     """A worker that should take a role."""
 
     worker: RemoteWorker
@@ -72,21 +72,21 @@ class RoleSwitching:
         self._set_role = ask
         self._clock = clock
         self._asked_at = -math.inf
-        self._wished: tuple[WorkerRole, float] | None = None
+        self._wanted: tuple[WorkerRole, float] | None = None
         """The role that lacks a worker, and since when."""
         self._unable: set[WorkerKey] = set()
         """Workers that have refused the other role for good."""
-        self.num_wishes: Counter[tuple[str, str]] = Counter()
+        self.num_changes: Counter[tuple[str, str]] = Counter()
         """(role, outcome) -> changes that this router has asked for."""
 
     async def run(self) -> None:
         """Look for changes until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if (wish := self.due()) is not None:
-                await self._ask(wish)
+            if (change := self.due()) is not None:
+                await self._ask(change)
 
-    def due(self) -> RoleWish | None:
+    def due(self) -> RoleChange | None:
         """The change to ask for now."""
         now_s = self._clock()
         prefill, decode = self._workers(WorkerRole.PREFILL), self._workers(WorkerRole.DECODE)
@@ -94,17 +94,17 @@ class RoleSwitching:
         self._unable &= {worker.key for worker in both}
         changed_at = max((worker.role_changed_at for worker in both), default=-math.inf)
         if now_s - max(changed_at, self._asked_at) < self._dwell_s:
-            self._wished = None
+            self._wanted = None
             return None
-        wish = self.find(prefill, decode)
-        if wish is None:
-            self._wished = None
+        change = self.find(prefill, decode)
+        if change is None:
+            self._wanted = None
             return None
-        if self._wished is None or self._wished[0] is not wish.role:
-            self._wished = wish.role, now_s
-        return wish if now_s - self._wished[1] >= SUSTAINED_S else None
+        if self._wanted is None or self._wanted[0] is not change.role:
+            self._wanted = change.role, now_s
+        return change if now_s - self._wanted[1] >= SUSTAINED_S else None
 
-    def find(self, prefill: Sequence[RemoteWorker], decode: Sequence[RemoteWorker]) -> RoleWish | None:
+    def find(self, prefill: Sequence[RemoteWorker], decode: Sequence[RemoteWorker]) -> RoleChange | None:
         """The change that the load of these workers, all live, calls for."""
         queue_s, occupancy = queue_of(prefill), occupancy_of(decode)
         if queue_s is None or not prefill or not decode:
@@ -119,29 +119,34 @@ class RoleSwitching:
             role, worker = WorkerRole.DECODE, self._one_of(prefill)
         else:
             return None
-        return None if worker is None else RoleWish(worker, role, why)
+        return None if worker is None else RoleChange(worker, role, why)
 
     def _one_of(self, workers: Sequence[RemoteWorker]) -> RemoteWorker | None:
         """The one with least to lose, but never the first."""
         first = min(worker.key for worker in workers)
         able = [worker for worker in workers if worker.key != first and worker.key not in self._unable]
-        return min(able, key=lambda each: (each.load.num_sessions, each.num_requests, each.key), default=None)
+        return min(able, key=_loss, default=None)
 
-    async def _ask(self, wish: RoleWish) -> None:
-        self._asked_at, self._wished = self._clock(), None
+    async def _ask(self, change: RoleChange) -> None:
+        self._asked_at, self._wanted = self._clock(), None
         outcome = "done"
         try:
-            await self._set_role(wish.worker.channel, wish.role, self._dwell_s)
+            await self._set_role(change.worker.channel, change.role, self._dwell_s)
         except InvalidRequest as error:
             outcome, self._asked_at = "refused", -math.inf
-            self._unable.add(wish.worker.key)
-            log.warning("worker %s does not take the role %s: %s", wish.worker, wish.role.value, error.message)
+            self._unable.add(change.worker.key)
+            log.warning("worker %s does not take the role %s: %s", change.worker, change.role.value, error.message)
         except PdServeError as error:
             outcome = "failed"
-            log.info("worker %s does not take the role %s now: %s", wish.worker, wish.role.value, error.message)
+            log.info("worker %s does not take the role %s now: %s", change.worker, change.role.value, error.message)
         else:
-            log.info("worker %s takes the role %s: %s", wish.worker, wish.role.value, wish.why)
-        self.num_wishes[wish.role.value, outcome] += 1
+            log.info("worker %s takes the role %s: %s", change.worker, change.role.value, change.why)
+        self.num_changes[change.role.value, outcome] += 1
+
+
+def _loss(worker: RemoteWorker) -> tuple[object, ...]:
+    """What a change costs, in the order of importance: sessions cannot move."""
+    return worker.load.num_sessions, worker.num_requests, worker.waiting_tokens, worker.key
 
 
 def _with_one_less(load: float, workers: Sequence[RemoteWorker]) -> float:

@@ -99,7 +99,7 @@ class Inference:
             fleet.counts,
             lambda: len(index),
             lambda: self.selector.moves.num_ended,
-            lambda: self.role_switching.num_wishes,
+            lambda: self.role_switching.num_changes,
         )
 
         self.keys.on_failure = self.telemetry.audit.failed_authentication

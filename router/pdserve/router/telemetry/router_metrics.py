@@ -14,7 +14,7 @@ from pdserve.common.telemetry.loop_histogram import LoopHistogram
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.placement.block_moves import MOVE_OUTCOMES
-from pdserve.router.placement.role_switching import WISH_OUTCOMES
+from pdserve.router.placement.role_switching import CHANGE_OUTCOMES
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 
 MIGRATION_OUTCOMES = ("moved", "failed")
@@ -31,11 +31,11 @@ class RouterMetrics:
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
         num_moves: Callable[[], Mapping[str, int]] = dict,
-        num_role_wishes: Callable[[], Mapping[tuple[str, str], int]] = dict,
+        num_role_changes: Callable[[], Mapping[tuple[str, str], int]] = dict,
     ) -> None:
         """num_requests: returns the prompts in the router. worker_counts: returns role -> state -> number of workers.
         num_indexed_blocks: returns the number of block hashes in the prefix index. num_moves: returns outcome -> moves of cached
-        blocks that have ended. num_role_wishes: returns (role, outcome) -> changes of role that the router has asked for.
+        blocks that have ended. num_role_changes: returns (role, outcome) -> changes of role that the router has asked for.
         """
 
         def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
@@ -96,10 +96,10 @@ class RouterMetrics:
             moves = dict.fromkeys(MOVE_OUTCOMES, 0) | dict(num_moves())
             meaning = "Moves of cached blocks to the worker that computes a prompt, by outcome."
             yield by_label(CounterMetricFamily, "pdserve_block_moves", meaning, ["outcome"], moves)
-            pairs = [(role.value, outcome) for role in WorkerRole for outcome in WISH_OUTCOMES]
-            wishes = dict.fromkeys(pairs, 0) | dict(num_role_wishes())
+            pairs = [(role.value, outcome) for role in WorkerRole for outcome in CHANGE_OUTCOMES]
+            changes = dict.fromkeys(pairs, 0) | dict(num_role_changes())
             meaning = "Changes of a worker's role that this router has asked for by itself, by role and outcome."
-            yield by_label(CounterMetricFamily, "pdserve_role_wishes", meaning, ["role", "outcome"], wishes)
+            yield by_label(CounterMetricFamily, "pdserve_role_changes", meaning, ["role", "outcome"], changes)
             labels, by_role = ["role", "state"], worker_counts()
             workers = {(role, state): number for role, of in by_role.items() for state, number in of.items()}
             yield by_label(GaugeMetricFamily, "pdserve_workers", "Workers, by role and state.", labels, workers)

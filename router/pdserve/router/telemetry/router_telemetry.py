@@ -40,14 +40,14 @@ class RouterTelemetry(ServiceTelemetry):
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
         num_moves: Callable[[], Mapping[str, int]],
-        num_role_wishes: Callable[[], Mapping[tuple[str, str], int]],
+        num_role_changes: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
         """Raises: ConfigError for an audit log that cannot be written."""
         super().__init__("router", f"{socket.gethostname()}-{os.getpid()}")
         self._model = model
         self._trusts_strangers = settings.trusts_trace_headers()
         self.metrics = RouterMetrics(
-            self._registry, num_requests, worker_counts, num_indexed_blocks, num_moves, num_role_wishes
+            self._registry, num_requests, worker_counts, num_indexed_blocks, num_moves, num_role_changes
         )
         self._key_registry = CollectorRegistry()
         self.key_metrics = KeyMetrics(self._key_registry)
