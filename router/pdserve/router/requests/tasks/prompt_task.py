@@ -197,8 +197,10 @@ class PromptTask(PlacedTask[None]):
         """Copy what the source has of a sequence; what does not come is copied when it has ended there."""
         output = list(self.processor.output_token_ids(prepared.index)) if prepared.n == 1 else []
         known = msgspec.structs.replace(prepared, output_token_ids=output)
+        # a request needs room for a token after its output
+        sampling = SamplingParams(max_tokens=len(output) + 1)
         request = msgspec.structs.replace(
-            self.hashed(known, receiver.identity.layout).request, sampling_params=SamplingParams(), index=0, n=1
+            self.hashed(known, receiver.identity.layout).request, sampling_params=sampling, index=0, n=1
         )
         move = BlockMove(
             source=source,
