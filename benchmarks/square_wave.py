@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import os
 import random
 import signal
@@ -56,6 +58,8 @@ class Phase:
 STEP_S, TOKEN_S = float(PACE["PACED_STEP_MS"]) / 1e3, float(PACE["PACED_TOKEN_MS"]) / 1e3
 PROMPTS = Phase("prompts", 1000, 8, STEP_TOKENS / (STEP_S + STEP_TOKENS * TOKEN_S) / 1000)
 ANSWERS = Phase("answers", 16, 200, MAX_NUM_SEQS / (200 * (STEP_S + MAX_NUM_SEQS * TOKEN_S)))
+NUM_CONNECTIONS = 16
+"""A connection carries at most 100 calls."""
 LOAD = 2.5
 """Rate of arrivals, in workers of the role that has the work."""
 
@@ -146,22 +150,24 @@ async def ask(stub: Any, phase: Phase, prompt: list[int], seen: Seen) -> None:
     seen.tpot_s.append((last_s - first_s) / (phase.output_tokens - 1))
 
 
-async def wave(grpc: str, options: argparse.Namespace, seed: int, seen: dict[str, Seen]) -> None:
-    draw = random.Random(seed)
-    async with make_public_channel(grpc) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+async def wave(grpc: str, options: argparse.Namespace, number: int, seen: dict[str, Seen]) -> None:
+    """number: of the round; the two of a pair have the same arrivals, and every round other tokens, of which nothing is cached."""
+    draw, tokens = random.Random(SEED + number // 2), random.Random(SEED + 1000 + number)
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(make_public_channel(grpc)) for _ in range(NUM_CONNECTIONS)]
+        stubs = itertools.cycle([inference_pb2_grpc.InferenceServiceStub(channel) for channel in channels])
         tasks = []
-        for number in range(options.phases):
-            phase = (PROMPTS, ANSWERS)[number % 2]
+        for place in range(options.phases):
+            phase = (PROMPTS, ANSWERS)[place % 2]
             until_s = time.monotonic() + options.phase_s
             while True:
                 pause_s = draw.expovariate(LOAD * phase.capacity)
-                prompt = [draw.randrange(10, VOCABULARY) for _ in range(phase.prompt_tokens)]
+                prompt = [tokens.randrange(10, VOCABULARY) for _ in range(phase.prompt_tokens)]
                 if time.monotonic() + pause_s >= until_s:
                     await asyncio.sleep(max(0.0, until_s - time.monotonic()))
                     break
                 await asyncio.sleep(pause_s)
-                tasks.append(asyncio.create_task(ask(stub, phase, prompt, seen[phase.name])))
+                tasks.append(asyncio.create_task(ask(next(stubs), phase, prompt, seen[phase.name])))
         await asyncio.gather(*tasks)
 
 
@@ -202,7 +208,7 @@ def main() -> None:
             flags = [f"--role-switch={kind}", f"--role-dwell-s={options.dwell_s}"]
             with router(ports, [*flags, *(f"--{setting}" for setting in options.set)]) as (http, grpc):
                 asyncio.run(reset_roles(http))
-                asyncio.run(wave(grpc, options, SEED + number // 2, found[kind]))
+                asyncio.run(wave(grpc, options, number, found[kind]))
                 print(f"round {number}: role_switch {kind}, {switches(http):.0f} changes of role")
     for phase_name in (PROMPTS.name, ANSWERS.name):
         never, auto = found["never"][phase_name], found["auto"][phase_name]
