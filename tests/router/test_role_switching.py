@@ -102,7 +102,13 @@ def test_the_two_numbers() -> None:
     assert queue_of([]) == 0.0
     assert queue_of([prefill("p0", 3000), prefill("p1", 1000)]) == pytest.approx(2.0)
     assert occupancy_of([]) == 0.0
-    assert occupancy_of([decode("d0", 16, num_waiting=16, num_remote_kv=30), decode("d1")]) == pytest.approx(0.25)
+    assert queue_of([prefill("p0", 3000)], [decode("d0", num_waiting_tokens=1000)]) == pytest.approx(4.0)
+    # what waits for prefill workers is no load of decode, and neither are prompts that decode has to compute
+    assert occupancy_of([decode("d0", 16, num_waiting=16, num_remote_kv=30), decode("d1")]) == pytest.approx(0.125)
+    assert occupancy_of([decode("d0", 64, num_waiting=32), decode("d1")]) == pytest.approx(0.75)
+    assert occupancy_of([decode("d0", 10, num_remote_kv=30, blocks_in_use=600)]) == pytest.approx(10 / 64)
+    assert occupancy_of([decode("d0", 10, num_remote_kv=10, blocks_in_use=600)]) == pytest.approx(0.3)
+    assert occupancy_of([decode("d0", 10, num_remote_kv=30, blocks_in_use=950)]) == pytest.approx(0.95)
     assert occupancy_of([decode("d0", blocks_in_use=900), decode("d1")]) == pytest.approx(0.45)
 
 

@@ -2,12 +2,15 @@
 
 Two numbers describe a fleet's load:
 
-    queue      prompt tokens that prefill workers have to compute, over their rates together; seconds
-    occupancy  of the decode workers together: sequences over `max_num_seqs`, or blocks in use over those of the pools, the larger
+    queue      prompt tokens that all workers have to compute, over the rates of the prefill workers together; seconds
+    occupancy  of decode: the sequences that it decodes over `max_num_seqs`, or their blocks over the pools, the larger
+
+What a decode worker prefills itself counts for the queue. Sequences that wait for blocks of prefill workers, and what they have
+reserved, do not count for the occupancy, unless the pool is full.
 
 A decode worker takes the prefill role while the queue is long and the other decode workers would still have room, and a prefill
 worker the decode role while decode is full and the others' queue would still be short. Between the two pairs of limits nothing
-changes, so that a switch is never the cause of the next one.
+changes, so that one change is never the cause of the next.
 
 Each router decides by itself. That is safe since no router changes the first live worker of a role, by its id; since each waits
 for `role_dwell_s` after a change that it has seen; and since a worker refuses a second change within that time. Nothing is decided
@@ -106,7 +109,7 @@ class RoleSwitching:
 
     def find(self, prefill: Sequence[RemoteWorker], decode: Sequence[RemoteWorker]) -> RoleChange | None:
         """The change that the load of these workers, all live, calls for."""
-        queue_s, occupancy = queue_of(prefill), occupancy_of(decode)
+        queue_s, occupancy = queue_of(prefill, decode), occupancy_of(decode)
         if queue_s is None or not prefill or not decode:
             return None
         first = decode[0].identity.layout
@@ -154,9 +157,9 @@ def _with_one_less(load: float, workers: Sequence[RemoteWorker]) -> float:
     return load * len(workers) / (len(workers) - 1) if len(workers) > 1 else math.inf
 
 
-def queue_of(prefill: Sequence[RemoteWorker]) -> float | None:
-    """Seconds for the prompt tokens that these workers have to compute; None while no rate is known."""
-    num_tokens = sum(worker.waiting_tokens for worker in prefill)
+def queue_of(prefill: Sequence[RemoteWorker], decode: Sequence[RemoteWorker] = ()) -> float | None:
+    """Seconds in which the prefill workers could compute all prompt tokens that wait; None while no rate is known."""
+    num_tokens = sum(worker.waiting_tokens for worker in (*prefill, *decode))
     tokens_per_s = sum(worker.prefill_tokens_per_s for worker in prefill)
     if not num_tokens:
         return 0.0
@@ -164,9 +167,22 @@ def queue_of(prefill: Sequence[RemoteWorker]) -> float | None:
 
 
 def occupancy_of(decode: Sequence[RemoteWorker]) -> float:
-    """The part of these workers that sequences and blocks take, by their last reports."""
-    # those that wait for remote KV wait for prefill workers
-    num_seqs = sum(worker.load.num_running + worker.load.num_waiting for worker in decode)
+    """The part of these workers that the sequences take which they decode, by their last reports."""
+    if not decode:
+        return 0.0
     most = sum(worker.identity.max_num_seqs for worker in decode)
-    held, blocks = sum(worker.held_blocks for worker in decode), sum(worker.num_blocks for worker in decode)
-    return max(num_seqs / most if most else 0.0, held / blocks if blocks else 0.0)
+    return max(sum(map(_num_decoded, decode)) / most, sum(map(_used, decode)) / len(decode))
+
+
+def _num_decoded(worker: RemoteWorker) -> int:
+    """Sequences that it decodes, and those that wait only for a place among them."""
+    load = worker.load
+    return load.num_running + (load.num_waiting if load.num_running >= worker.identity.max_num_seqs else 0)
+
+
+def _used(worker: RemoteWorker) -> float:
+    """The part of its pool that the sequences have which it decodes; all that is in use where the pool is full."""
+    load, used = worker.load, worker.held_blocks / worker.num_blocks
+    if used >= FULL or not load.num_remote_kv:
+        return used
+    return used * load.num_running / (load.num_running + load.num_remote_kv)
