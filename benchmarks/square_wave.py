@@ -159,25 +159,27 @@ async def wave(grpc: str, options: argparse.Namespace, number: int, seen: dict[s
         tasks = []
         for place in range(options.phases):
             phase = (PROMPTS, ANSWERS)[place % 2]
-            until_s = time.monotonic() + options.phase_s
+            at_s = time.monotonic()
+            until_s = at_s + options.phase_s
             while True:
-                pause_s = draw.expovariate(LOAD * phase.capacity)
+                # a client that is late sends at once, so that both rounds of a pair have the same requests
+                at_s += draw.expovariate(LOAD * phase.capacity)
                 prompt = [tokens.randrange(10, VOCABULARY) for _ in range(phase.prompt_tokens)]
-                if time.monotonic() + pause_s >= until_s:
-                    await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+                if at_s >= until_s:
                     break
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(at_s - time.monotonic())
                 tasks.append(asyncio.create_task(ask(next(stubs), phase, prompt, seen[phase.name])))
+            await asyncio.sleep(until_s - time.monotonic())
         await asyncio.gather(*tasks)
 
 
-def switches(http: str) -> float:
-    """Changes of role that the router has asked for."""
+def switches(http: str) -> dict[str, float]:
+    """Role -> changes to it that the router has asked for."""
     text = httpx.get(f"http://{http}/metrics", trust_env=False).text
     lines = [
         line for line in text.splitlines() if line.startswith("pdserve_role_changes_total") and 'outcome="done"' in line
     ]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return {line.partition('role="')[2].partition('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
 def p99(values: list[float]) -> float:
@@ -209,7 +211,7 @@ def main() -> None:
             with router(ports, [*flags, *(f"--{setting}" for setting in options.set)]) as (http, grpc):
                 asyncio.run(reset_roles(http))
                 asyncio.run(wave(grpc, options, number, found[kind]))
-                print(f"round {number}: role_switch {kind}, {switches(http):.0f} changes of role")
+                print(f"round {number}: role_switch {kind}, changes of role {switches(http)}")
     for phase_name in (PROMPTS.name, ANSWERS.name):
         never, auto = found["never"][phase_name], found["auto"][phase_name]
         print(
