@@ -70,7 +70,10 @@ class Rebalancing:
                 movable = [each for worker in workers for each in worker.movable]
                 if movable:
                     random.choice(movable).move()
-            elif time.monotonic() >= self._settled_at and (found := self.find(workers)) is not None:
+                continue
+            for worker in workers:
+                worker.time_steps()
+            if time.monotonic() >= self._settled_at and (found := self.find(workers)) is not None:
                 self._settled_at = time.monotonic() + SETTLE_S
                 for each in random.sample(
                     list(found.source.movable), min(found.num_sequences, len(found.source.movable))

@@ -61,22 +61,22 @@ class StepStream:
         worker: str,
         max_model_len: int = _ANY_LENGTH,
         max_bytes: int | None = None,
-        on_step: Callable[[int], None] = lambda num_sequences: None,
     ) -> None:
         """worker: name for messages. max_model_len: of the worker, in tokens; bounds what it may send. max_bytes: of a message;
-        None for those of a step stream. on_step: called with the number of sequences for which a message has tokens."""
+        None for those of a step stream."""
         self._channel = channel
         self._worker = worker
         self._max_model_len = max_model_len
         self._max_bytes = max_step_bytes(max_model_len) if max_bytes is None else max_bytes
-        self._on_step = on_step
         self._connection: _Connection | None = None
+        self.on_step: Callable[[int], None] | None = None
+        """Called with the number of sequences for which a message has tokens."""
 
     def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> SubmittedCall:
         """Begin a call. submission: without a key, which it gets here."""
         if self._connection is None or self._connection.has_ended:
             self._connection = _Connection(
-                self._channel, self._worker, self._max_model_len, self._max_bytes, self._on_step
+                self._channel, self._worker, self._max_model_len, self._max_bytes, lambda: self.on_step
             )
         return self._connection.submit(submission, listener)
 
@@ -121,8 +121,9 @@ class _Connection:
         worker: str,
         max_model_len: int,
         max_bytes: int,
-        on_step: Callable[[int], None],
+        on_step: Callable[[], Callable[[int], None] | None],
     ) -> None:
+        """on_step: returns that of the stream now."""
         self._on_step = on_step
         self._channel = channel
         self._worker = worker
@@ -245,7 +246,8 @@ class _Connection:
         except PeerError as error:
             warn_of(f"worker {self._worker}", error)
             raise
-        self._on_step(len(columns.keys))
+        if (on_step := self._on_step()) is not None:
+            on_step(len(columns.keys))
         at = 0
         for event in outputs.events:
             self._deliver_tokens(columns, at, event.num_before)

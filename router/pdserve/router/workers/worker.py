@@ -128,7 +128,8 @@ class RemoteWorker:
         self.channel = channel
         length = identity.max_model_len
         self.step_times = StepTimes()
-        self.step_stream = StepStream(channel, str(self), length, on_step=self._step_arrived)
+        """From `time_steps` on."""
+        self.step_stream = StepStream(channel, str(self), length)
         """Calls whose requests and answers are small."""
         self.bulk_stream = StepStream(channel, str(self), length, max_bulk_bytes(length, identity.vocab_size))
         """Calls with large requests or answers, sessions and embeddings, for which nothing in the step stream waits."""
@@ -219,6 +220,10 @@ class RemoteWorker:
         showed beyond theirs."""
         in_use = -(-self.load.blocks_in_use // self.identity.layout.num_groups)
         return self._own.new_blocks + max(0, in_use - self._own_reported.all_blocks)
+
+    def time_steps(self) -> None:
+        """Fill `step_times` from now on; no effect when called again."""
+        self.step_stream.on_step = self._step_arrived
 
     def _step_arrived(self, num_sequences: int) -> None:
         self.step_times.arrived(num_sequences, time.monotonic())
