@@ -29,7 +29,7 @@ from pdserve.engine.scheduler.transfer_events import KvSendTracker
 from tests.support.engine.engine_fetches import SOURCE
 from tests.support.engine.engine_harness import Harness, MakeEngine
 from tests.support.engine.hash_model import STATE, Chunk, Window, greedy_answer, prompt_of
-from tests.support.engine.pool_blocks import block_at, places_of
+from tests.support.engine.pool_blocks import copy_blocks
 
 WINDOWS: tuple[Window, ...] = (None, 9, (None, 9), (None, Chunk(8)), (None, STATE))
 
@@ -71,11 +71,8 @@ class Fetch:
         [settled] = self.source.outbox.take()
         assert isinstance(settled, Settled)
         assert (settled.first_index, len(settled.hold)) == (room.first_index, len(room.hold))
-        pairs = list(zip(places_of(room.hold), places_of(settled.hold), strict=True))[:count]
-        for target, origin in pairs:
-            block_at(self.receiver, target).copy_(block_at(self.source, origin))
-        if pairs:
-            self.receiver.core.apply(Landed("r", len(pairs)))
+        if num_copied := copy_blocks(self.source, settled.hold, self.receiver, room.hold, count):
+            self.receiver.core.apply(Landed("r", num_copied))
         return settled
 
     def end(self, room: ReceiveInto, settled: Settled, num_tokens: int) -> None:
@@ -342,3 +339,19 @@ def test_a_fetch_whose_source_fails_ends_with_its_error(make_engine: MakeEngine)
 def test_a_fetch_without_a_source_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequest, match="block_source"):
         make_engine().request(prompt_of(20), fetches_only=True)
+
+
+def test_a_repeated_lookup_has_the_first_answer(make_engine: MakeEngine) -> None:
+    """What is published belongs to it, also when the cache has lost blocks meanwhile."""
+    source = make_engine(num_blocks=8)
+    prompt = prompt_of(13)
+    source.ask(prompt)
+    hashes = tuple(source.request(prompt).block_hashes)
+    found = []
+    for _ in range(2):
+        source.core.apply(Lookup("f", hashes))
+        found += source.outbox.take()
+        source.ask(prompt_of(27))  # takes every block
+    assert found == [Found("f", 3)] * 2
+    source.core.apply(Want("f", 0))
+    assert source.outbox.take() == [Missed("f")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from pdserve.engine.scheduler.kv_messages import (
     Want,
 )
 from tests.support.engine.engine_harness import Harness
-from tests.support.engine.pool_blocks import block_at, places_of
+from tests.support.engine.pool_blocks import copy_blocks
 
 _names = itertools.count(1)
 
@@ -56,27 +57,40 @@ def end_here(source: Harness, request_id: str, index: int = 0, *, without_draft_
     output = sequence.token_ids[sequence.num_prompt_tokens :]
     if sequence.index != index:  # it was forked from this one
         output = source.answers[source.key(request_id, index)].token_ids
-    migration, hasher = message.migration, source.hasher
-    assert migration.token_id == output[-1]
-    assert migration.num_sent_tokens == len(prompt) + len(output) - 1
-    given = [*core.prompt_token_ids, *output[:-1]]
-    fields = {"block_hashes": hasher.extend(core.hash_root, given)}
-    if (prompts := source.config.encoder_decoder) is not None:
-        fields = prompts.hashed(prompt, output[:-1], core.hash_root, hasher, core.mm_features)
-    request = msgspec.structs.replace(
+    assert message.migration.token_id == output[-1]
+    assert message.migration.num_sent_tokens == len(prompt) + len(output) - 1
+    request = resumed(source, core, f"moved-{next(_names)}", index, output[:-1], message.migration)
+    return Moved(message, request, [*prompt, *output])
+
+
+def resumed(
+    engine: Harness,
+    core: EngineCoreRequest,
+    name: str,
+    index: int,
+    output: list[int],
+    migration: Migration | None = None,
+) -> EngineCoreRequest:
+    """The request that goes on after this output of a sequence. core: of any attempt at it. migration: its blocks come from there;
+    None: they are computed."""
+    hashes = engine.hasher.extend(core.hash_root, [*core.prompt_token_ids, *output])
+    fields: dict[str, Any] = {"block_hashes": hashes}
+    if (prompts := engine.config.encoder_decoder) is not None:
+        sent, features = core.sent_prompt_token_ids, core.mm_features
+        fields = prompts.hashed(sent, output, core.hash_root, engine.hasher, features)
+    return msgspec.structs.replace(
         core,
-        request_id=f"moved-{next(_names)}",
+        request_id=name,
         sequence_stem="",
-        output_token_ids=output[:-1],
+        output_token_ids=output,
         index=index,
         n=1,
-        remote_prefill=True,
-        without_draft_head=migration.without_draft_head,
+        remote_prefill=migration is not None,
+        without_draft_head=migration is not None and migration.without_draft_head,
         block_source=None,
-        prefill_here=False,
+        prefill_here=migration is None,
         **fields,
     )
-    return Moved(message, request, [*prompt, *output])
 
 
 def _is(sequence: Request, request_id: str, index: int) -> bool:
@@ -97,8 +111,7 @@ def go_on(source: Harness, target: Harness, moved: Moved) -> str:
         [blocks] = settled
         assert isinstance(blocks, Settled)
         assert (blocks.first_index, len(blocks.hold)) == (room.first_index, len(room.hold))
-        for to, origin in zip(places_of(room.hold), places_of(blocks.hold), strict=True):
-            block_at(target, to).copy_(block_at(source, origin))
+        copy_blocks(source, blocks.hold, target, room.hold)
         target.core.apply(Landed(name, len(room.hold)))
         source.core.apply(HoldReturned(moved.message.request_id, blocks.hold))
     target.core.apply(SourceFinished(name, moved.migration.num_sent_tokens, (moved.migration.token_id,)))

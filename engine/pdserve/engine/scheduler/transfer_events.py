@@ -169,8 +169,9 @@ class KvSendTracker:
         return migration
 
     def lookup(self, event: Lookup) -> None:
-        """Look up blocks for another worker, and keep where they are: who never asks for them pins nothing."""
-        table = self._kv.find_resting(event.block_hashes)
+        """Look up blocks for another worker, and keep where they are: who never asks for them pins nothing. A repetition gets the
+        same answer, since what is published belongs to the first."""
+        table = self._resting.get(event.request_id) or self._kv.find_resting(event.block_hashes)
         if table.order.num_places:
             self._resting[event.request_id] = table
         self._connector.send(Found(event.request_id, table.order.num_places))
