@@ -23,7 +23,7 @@ from pdserve.common.request.wire.decode_wire import (
 from pdserve.decode.decode_moments import LOCAL_MOMENTS, REMOTE_MOMENTS
 from pdserve.engine.output_stream import engine_error
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
-from pdserve.kv_transfer.control.source_transfer import MigrationTarget, PeerId
+from pdserve.kv_transfer.control.source_transfer import PeerId, TransferTarget
 from pdserve.v1 import step_stream_pb2
 from pdserve.worker.engine_client import EngineClient, Landing, RequestStream, SourceEnd
 from pdserve.worker.source_reader import verify_transfer_id
@@ -136,7 +136,7 @@ class PushedDecode:
         verify_transfer_id("migrate.transfer_id", migrate.transfer_id)
         verify_worker_id("migrate.receiver.worker_id", migrate.receiver.worker_id)
         receiver = PeerId(migrate.receiver.worker_id, migrate.receiver.epoch)
-        target = MigrationTarget(migrate.transfer_id, receiver, self._request.remaining_s)
+        target = TransferTarget(migrate.transfer_id, receiver, self._request.remaining_s)
         without = migrate.receiver.without_draft_head
         self._engine.migrate_sequence(self._request.request_id, migrate.index, target, without_draft_head=without)
 

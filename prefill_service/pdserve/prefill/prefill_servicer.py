@@ -34,7 +34,7 @@ from pdserve.common.request.wire.messages import (
     prompt_logprobs_to_wire,
 )
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
+from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, TransferTarget
 from pdserve.v1 import prefill_pb2, request_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.worker.engine_client import EngineClient
@@ -139,16 +139,14 @@ class PrefillServicer:
             self.engine.release(stream, record.close)
 
     def _expected(self, prefill: prefill_pb2.Prefill, request: EngineCoreRequest) -> ExpectedTransfer:
-        layout = self.layout.moved(without_draft_head=request.without_draft_head)
-        order = layout.transfer_order(len(request.given_token_ids))
-        return ExpectedTransfer(
-            transfer_id=prefill.transfer_id,
-            request_id=request.request_id,
-            receiver=PeerId(prefill.receiver.worker_id, prefill.receiver.epoch),
-            request_digest=request.request_digest,
-            lease_s=request.remaining_s,
-            num_blocks=len(order),
-            draft_head=layout.draft_head,
+        receiver = PeerId(prefill.receiver.worker_id, prefill.receiver.epoch)
+        return ExpectedTransfer.of_tokens(
+            TransferTarget(prefill.transfer_id, receiver, request.remaining_s),
+            request.request_id,
+            request.request_digest,
+            self.layout,
+            len(request.given_token_ids),
+            without_draft_head=request.without_draft_head,
         )
 
 

@@ -50,7 +50,7 @@ ANSWER_S = 5.0
 
 if TYPE_CHECKING:
     from pdserve.kv_transfer.control.receiver_transfer import SourceRef
-    from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, MigrationTarget
+    from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, TransferTarget
     from pdserve.kv_transfer.control.transfer_state import SourceState
 
 
@@ -291,7 +291,7 @@ class EngineClient:
         self.core.abort_requests([request_id])
 
     def migrate_sequence(
-        self, request_id: str, index: int, target: MigrationTarget, *, without_draft_head: bool
+        self, request_id: str, index: int, target: TransferTarget, *, without_draft_head: bool
     ) -> None:
         """Another worker continues a sequence after its next token: see `EngineCoreClient.migrate_sequence`."""
         self.core.migrate_sequence(request_id, index, target, without_draft_head=without_draft_head)

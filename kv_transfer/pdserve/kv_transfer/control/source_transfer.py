@@ -29,6 +29,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
 from pdserve.kv_transfer.connector_set import ConnectorSet, Grants
@@ -66,6 +67,14 @@ class LeaseLimits:
     max_s: float
 
 
+class TransferTarget(msgspec.Struct, frozen=True):
+    """The only worker that may read the blocks of a sequence, and the transfer by which it gets them."""
+
+    transfer_id: bytes
+    receiver: PeerId
+    lease_s: float
+
+
 class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     """A transfer before its first stream: its reader and its request."""
 
@@ -83,13 +92,28 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     num_cached_blocks: int = 0
     """Of blocks from the prefix cache: places from the first that it has; 0: the blocks are a prefill call's."""
 
-
-class MigrationTarget(msgspec.Struct, frozen=True):
-    """The worker that continues a sequence of this one, and the transfer by which it gets the blocks."""
-
-    transfer_id: bytes
-    receiver: PeerId
-    lease_s: float
+    @classmethod
+    def of_tokens(
+        cls,
+        target: TransferTarget,
+        request_id: str,
+        request_digest: bytes,
+        layout: KvLayout,
+        num_tokens: int,
+        *,
+        without_draft_head: bool,
+    ) -> ExpectedTransfer:
+        """Of all blocks of a sequence's first tokens. layout: of the worker that has them."""
+        moved = layout.moved(without_draft_head=without_draft_head)
+        return cls(
+            target.transfer_id,
+            request_id,
+            target.receiver,
+            request_digest,
+            target.lease_s,
+            len(moved.transfer_order(num_tokens)),
+            moved.draft_head,
+        )
 
 
 @dataclass(frozen=True, slots=True)

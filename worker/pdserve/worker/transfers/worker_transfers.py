@@ -29,10 +29,10 @@ from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, Sour
 from pdserve.kv_transfer.control.source_transfer import (
     ExpectedTransfer,
     LeaseLimits,
-    MigrationTarget,
     PeerId,
     SourceResult,
     SourceTransfer,
+    TransferTarget,
 )
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
@@ -108,7 +108,7 @@ class WorkerTransfers:
         """Renews `tls` until `close`, in a process of the engine's own."""
         self._sources: dict[str, list[SourceTransfer]] = {}
         """Request -> its transfers, until the request is released."""
-        self._migrating: dict[str, dict[int, MigrationTarget]] = {}
+        self._migrating: dict[str, dict[int, TransferTarget]] = {}
         """Request -> index of a sequence that another worker is to continue -> where its blocks go."""
         self._receivers: dict[str, ReceiverTransfer] = {}
         """Request -> its transfer, until the engine has nothing of the request any more."""
@@ -226,7 +226,7 @@ class WorkerTransfers:
         transfer.over.add_done_callback(ended)
 
     def migrate(self, request_id: str, index: int, receiver: object) -> None:
-        self._migrating.setdefault(request_id, {})[index] = typed(receiver, MigrationTarget)
+        self._migrating.setdefault(request_id, {})[index] = typed(receiver, TransferTarget)
 
     def _migrated(self, message: Migrating) -> None:
         """A sequence has ended for another worker to continue: its blocks can be read."""
@@ -235,15 +235,13 @@ class WorkerTransfers:
             self.manager.forget(message.request_id)  # its call has ended meanwhile
             return
         migration = message.migration
-        layout = self._model.layout.moved(without_draft_head=migration.without_draft_head)
-        expected = ExpectedTransfer(
-            target.transfer_id,
+        expected = ExpectedTransfer.of_tokens(
+            target,
             message.request_id,
-            target.receiver,
             migration.request_digest,
-            target.lease_s,
-            len(layout.transfer_order(migration.num_tokens)),
-            layout.draft_head,
+            self._model.layout,
+            migration.num_tokens,
+            without_draft_head=migration.without_draft_head,
         )
         try:
             self.manager.verify_new(message.request_id)
