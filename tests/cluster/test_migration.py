@@ -95,6 +95,7 @@ async def _leave(cluster: Cluster, oracle: Oracle) -> None:
         ]
         assert (kinds.count("migration"), kinds.count("remote")) == (4, 8)
         assert cluster.metric(cluster.router, "pdserve_migrations_total", 'outcome="moved"') == 4
+        assert "did not copy its blocks" not in cluster.router.read_log()
         assert cluster.metric(cluster.router, "pdserve_attempts_total", 'outcome="ok"') == 8
         assert "decode-1 has left" in await drain(cluster, "decode-1")
         cluster.services["decode-1"].process.wait(HANG_S)
@@ -155,6 +156,7 @@ async def compare(cluster: Cluster, stays: Service, moves: Service, least: int) 
                     # other sequences are in their steps, so that sums are rounded in another order
                     assert seen[index][2] == pytest.approx(each[2], abs=1e-3), request
     assert count("failed") <= least / 20
+    assert "did not copy its blocks" not in moves.read_log()
 
 
 MODELS: dict[str, tuple[Any, Sequence[str]]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdserve.common import timeline as moments
-from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, WorkerLost
+from pdserve.common.errors import Draining, InternalError, InvalidRequest, Overloaded, PdServeError, WorkerLost
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 
 FETCH_AHEAD_LIMIT_S = 10.0
 """Seconds within which blocks of a sequence that is to move are copied while it still runs; the rest is copied after it."""
+FETCH_AGAIN_BLOCKS = 4
+"""Blocks that a sequence fills while its blocks are copied, above which those are copied, too, before it moves."""
+MAX_FETCHES = 4
+"""Of one sequence, each shorter than the one before unless it fills blocks faster than they travel."""
 
 
 class PromptTask(PlacedTask[None]):
@@ -181,41 +185,67 @@ class PromptTask(PlacedTask[None]):
         self._services.selector.bandwidth.landed(attempt.transfer_bytes, timeline)
         self._services.selector.moves.ended(placement.move, timeline, self._record.num_cached_tokens)
 
-    async def _move(self, attempt: Attempt, prepared: GenerationRequest, worker: RemoteWorker) -> None:
-        """Have another decode worker continue an attempt's sequences: full blocks are copied while tokens flow."""
+    async def _move(self, attempt: Attempt, prepared: GenerationRequest, worker: RemoteWorker) -> bool:
+        """Have another decode worker continue an attempt's sequences: full blocks are copied while tokens flow. False: they stay,
+        since no worker takes them now."""
         fleet, retry_state = self._services.fleet, RetryState(sampler_version=worker.identity.sampler_version)
         async with worker.migration_room:
             plan = functools.partial(self._look, prepared, attempt.number, retry_state, worker)
             if (decision := await fleet.wait_for(plan, prepared.remaining_s)) is None:
-                return
+                return False
             receiver = decision.placement.decode
-            if receiver is not None:
-                await self._fetch_ahead(prepared, worker, receiver)
-                attempt.migrate(receiver)
+            if receiver is None:
+                return False
+            indexes = [prepared.index] if prepared.n == 1 else self.processor.unfinished_indices
+            try:
+                async with asyncio.timeout(FETCH_AHEAD_LIMIT_S):
+                    for index in indexes:
+                        await self._fetch_ahead(prepared, index, worker, receiver)
+            except TimeoutError:
+                log.info("request %s: not all blocks were copied within %g s", self.request_id, FETCH_AHEAD_LIMIT_S)
+            except CallFailed as failure:
+                problem = f"{receiver} did not copy its blocks ahead: {failure.error.message}"
+                if isinstance(failure.error, Draining):
+                    receiver.refuse_more()
+                if failure.died or isinstance(failure.error, Draining | Overloaded | WorkerLost):
+                    log.info("request %s stays for now: %s", self.request_id, problem)
+                    return False
+                log.warning("request %s: %s", self.request_id, problem)
+            attempt.migrate(receiver)
+            return True
 
-    async def _fetch_ahead(self, prepared: GenerationRequest, source: RemoteWorker, receiver: RemoteWorker) -> None:
-        """Copy what the source has of a sequence; what does not come is copied when it has ended there."""
-        output = list(self.processor.output_token_ids(prepared.index)) if prepared.n == 1 else []
-        known = msgspec.structs.replace(prepared, output_token_ids=output)
-        # a request needs room for a token after its output
-        sampling = SamplingParams(max_tokens=len(output) + 1)
-        request = msgspec.structs.replace(
-            self.hashed(known, receiver.identity.layout).request, sampling_params=sampling, index=0, n=1
-        )
-        move = BlockMove(
-            source=source,
-            num_blocks=0,
-            num_bytes=0.0,
-            num_tokens=0,
-            base_s=0.0,
-            move_s=0.0,
-            compute_s=None,
-            limit_s=FETCH_AHEAD_LIMIT_S,
-        )
-        try:
+    async def _fetch_ahead(
+        self, prepared: GenerationRequest, index: int, source: RemoteWorker, receiver: RemoteWorker
+    ) -> None:
+        """Copy what the source has of a sequence, and what it has added meanwhile; the rest is copied when it has ended there.
+
+        Raises: CallFailed.
+        """
+        num_fetched: int | None = None
+        for _ in range(MAX_FETCHES):
+            output = list(self.processor.output_token_ids(index))
+            again = FETCH_AGAIN_BLOCKS * receiver.identity.layout.block_size
+            if num_fetched is not None and len(output) - num_fetched < again:
+                return
+            known = msgspec.structs.replace(prepared, output_token_ids=output, index=index, n=1)
+            request = msgspec.structs.replace(
+                self.hashed(known, receiver.identity.layout).request,
+                # one more, for which there is room: it still runs
+                sampling_params=SamplingParams(max_tokens=len(output) + 1),
+                index=0,
+            )
+            move = BlockMove(
+                source=source,
+                num_blocks=0,
+                num_bytes=0.0,
+                num_tokens=0,
+                base_s=0.0,
+                move_s=0.0,
+                compute_s=None,
+                limit_s=FETCH_AHEAD_LIMIT_S,
+            )
             await fetch(receiver, request, next(self._numbers), move)
-        except CallFailed as failure:
-            log.info("request %s: blocks were not copied ahead: %s", self.request_id, failure.error.message)
+            num_fetched = len(output)
 
     async def _go_on_migrated(self, request: GenerationRequest, retry_state: RetryState, migrated: Migrated) -> bool:
         if self.num_sequences == 1 or retry_state.index is not None:

@@ -18,14 +18,16 @@ class SequenceMove:
     def __init__(
         self,
         worker: RemoteWorker,
-        move: Callable[[RemoteWorker], Coroutine[Any, Any, None]],
+        move: Callable[[RemoteWorker], Coroutine[Any, Any, bool]],
         num_output_tokens: Callable[[], int],
     ) -> None:
-        """move: moves the attempt from this worker; cancelled when the attempt ends. num_output_tokens: as of `Movable`."""
+        """move: moves the attempt from this worker, and returns whether it will go; cancelled when the attempt ends.
+        num_output_tokens: as of `Movable`."""
         self._worker = worker
         self._num_output_tokens = num_output_tokens
         self._move = move
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[bool] | None = None
+        """Until it has found that the attempt stays."""
 
     def __enter__(self) -> SequenceMove:
         self._worker.movable.add(self)
@@ -47,7 +49,7 @@ class SequenceMove:
         """As `Movable.move`."""
         if self._task is None:
             self._task = asyncio.create_task(self._move(self._worker), name="move of a sequence")
-            self._task.add_done_callback(_log_bug)
+            self._task.add_done_callback(self._done)
 
     def stay(self) -> None:
         """As `Movable.stay`."""
@@ -55,7 +57,10 @@ class SequenceMove:
             self._task.cancel()
             self._task = None
 
-
-def _log_bug(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a sequence could not be moved", exc_info=error)
+    def _done(self, task: asyncio.Task[bool]) -> None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            log.error("a sequence could not be moved", exc_info=error)
+        elif not task.result():
+            self._task = None
