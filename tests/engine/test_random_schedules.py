@@ -6,7 +6,8 @@ that end elsewhere, sources that give up, transfers wanted late or never, events
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
 known, in every third seed drafts, right and wrong ones, in three seeds of four host-memory tiers, whose loads end late and in any
 order. In some lives there are stores below these, which give up blocks, fail to keep them, and answer with anything. In some the
-engines read cached blocks from each other, and these reads fail at any moment.
+engines read cached blocks from each other, and these reads fail at any moment. In some, sequences move from one engine to the other
+at any moment, again and again, and what fails is resumed.
 Some models have a window. Others have several KV cache groups, with windows, chunks or a state per sequence, or one of states, with
 blocks of one shape or of several. Others have a draft head, which drafts or is only filled, and which one engine of some lacks.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
@@ -84,9 +85,10 @@ class Life:
         *,
         reads: bool = False,
         stores: bool = False,
+        moves: bool = False,
     ) -> None:
         """shapes: of the blocks of each KV cache group; empty: one. reads: the engines read cached blocks from each other. stores:
-        they have stores below host memory, and what they asked is asked again."""
+        they have stores below host memory, and what they asked is asked again. moves: sequences move between them."""
         self.window, self.shapes = window, shapes
         self.has_head = HEAD in windows_of(window)
         self.draw = draw = random.Random(seed)
@@ -133,6 +135,7 @@ class Life:
         self.d_grammars = self.compilers[1]
         self.pair = Pair(self.p, self.d, seed)
         self.reads = reads and self.p.has_draft_head == self.d.has_draft_head
+        self.moves = moves
         self.contents = CacheContents(self.p if self.p.has_draft_head else self.d)
         self.widths: dict[str, int] = {}
         self.expected: dict[tuple[str, int], list[int]] = {}
@@ -246,6 +249,8 @@ class Life:
                 self.pair.abort(request_id)
 
     def _round(self) -> None:
+        if self.moves and self.draw.random() < 0.5:
+            self.pair.begin_move(self.draw.choice("ppddd"))
         self.pair.round()
         for engine in (self.p, self.d):
             self.contents.check(engine)
@@ -348,6 +353,8 @@ class Life:
             self.aborted.add(victim)
         else:
             self.pair.break_source(victim)
+        if victim in self.aborted:
+            self.pair.moves.abort(victim)
 
     def check(self) -> None:
         """Every request has ended, with its own tokens or for a reason that was given."""
@@ -364,6 +371,8 @@ class Life:
             key = f"{request_id}/{index}" if self.widths[request_id] > 1 else request_id
             decoded = self.d.answers.get(key)
             ends = decoded if decoded is not None else self.p.answers.get(key, Answer())
+            if (moved := self.pair.moves.ended(request_id, index)) is not None:
+                answer.token_ids, ends = moved
             assert ends.finish_reason is not None, f"{key} never ended"
             assert answer.token_ids == expected[: len(answer.token_ids)], f"{key} has a wrong token"
             assert request_id not in self.impossible or not answer.token_ids
@@ -393,6 +402,7 @@ def live(
     *,
     reads: bool = False,
     stores: bool = False,
+    moves: bool = False,
 ) -> Life:
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -403,7 +413,7 @@ def live(
                 # token may fill the pool and never run, which is likely where that token needs a block and a state
                 growth = int(STATE in windows_of(window))
                 patch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", growth)
-            life = Life(make_engine, seed, window, shapes, reads=reads, stores=stores)
+            life = Life(make_engine, seed, window, shapes, reads=reads, stores=stores, moves=moves)
             life.live(num_requests)
             life.check()
     except BaseException as error:
@@ -551,6 +561,40 @@ def test_i2_i3_i4_i6_i13_i14_i15_lives_that_read_from_each_other(
     assert num_landed > len(seeds) // 2, "too few blocks are read to show anything"
     assert num_fetched > 2 * len(seeds), "too few tokens are read to show anything"
     assert num_failed > 2 * len(seeds), "too few reads fail to show anything"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(14_000, 14_030),
+        *(pytest.param(range(first, first + 120), marks=pytest.mark.slow) for first in range(15_000, 15_480, 120)),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
+def test_i2_i3_i4_i6_i13_i14_i15_i16_lives_whose_sequences_move(
+    make_engine: MakeEngine, harnesses: list[Harness], seeds: range
+) -> None:
+    models: Sequence[tuple[Window, tuple[int, ...]]] = (
+        (None, ()),
+        (6, ()),
+        ((None, 5), ()),
+        ((None, Chunk(8)), ()),
+        ((None, STATE), ()),
+        ((STATE,), ()),
+        ((None, HEAD), ()),
+        ((9, STATE), ()),
+        ((None, 5, STATE), (0, 1, 2)),
+        ((None, 9, HEAD), (0, 1, 2)),
+    )
+    num_moved = num_resumed = 0
+    for seed in seeds:
+        window, shapes = models[seed % len(models)]
+        life = live(make_engine, seed, 14, window=window, shapes=shapes, reads=seed % 4 == 0, moves=True)
+        num_moved += life.pair.moves.num_moved
+        num_resumed += life.pair.moves.num_resumed
+        harnesses.clear()
+    assert num_moved > 5 * len(seeds), "too few sequences move to show anything"
+    assert num_resumed > len(seeds) // 2, "too few moves fail to show anything"
 
 
 @pytest.mark.slow

@@ -103,13 +103,15 @@ class HashHeadDrafter(HeadDrafter):
         """All entries but those before unknown tokens are there, and those within blocks belong to the tokens after them."""
         engine = self._engine
         size, batch = engine.config.block_size, engine.runner.batch
-        num_given = engine.scheduler.requests[batch.req_ids[row]].num_given_tokens
+        request = engine.scheduler.requests[batch.req_ids[row]]
+        # a sequence that has moved may have shared its prompt with others
+        ends = {request.num_given_tokens, request.num_prompt_tokens}
         slots = batch.block_tables[-1].slot_mapping(np.full(len(known) - 1, row), np.arange(len(known) - 1))
         found = engine.kv_caches[-1].reshape(-1).numpy()[slots]
         for position, (entry, expected) in enumerate(
             zip(found, draft_entries(known, engine.model.window), strict=True)
         ):
-            is_own = (position + 1) % size and position + 1 != num_given  # others may go on otherwise
+            is_own = (position + 1) % size and position + 1 not in ends  # others may go on otherwise
             assert entry == expected if is_own else -VOCAB_SIZE < entry - expected < VOCAB_SIZE, f"entry {position}"
         self.num_read += len(found)
 

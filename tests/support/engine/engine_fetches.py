@@ -1,4 +1,5 @@
-"""Reads of cached blocks between two engines, whose messages the test exchanges with chosen delays, failures and repetitions.
+"""Reads of blocks between two engines, cached ones and those of sequences that move, whose messages the test exchanges with chosen
+delays, failures and repetitions.
 
 A read copies one block of the source's pool into the reader's. Abandoned reads write garbage until their hold is returned.
 """
@@ -20,6 +21,7 @@ from pdserve.engine.scheduler.kv_messages import (
     IntoEngine,
     Landed,
     Lookup,
+    Migrating,
     Missed,
     Offered,
     OutOfEngine,
@@ -32,7 +34,7 @@ from pdserve.engine.scheduler.kv_messages import (
     Want,
 )
 from tests.support.engine.engine_harness import Harness
-from tests.support.engine.pool_blocks import RUBBISH, block_at, num_without_gap, places_of
+from tests.support.engine.pool_blocks import RUBBISH, block_at, copy_block, num_without_gap, places_of
 
 SOURCE = BlockSource("other", 1, "127.0.0.1:1", 5.0)
 """Of requests whose blocks a test moves itself."""
@@ -53,11 +55,20 @@ class Fetch:
     landed: set[int] = field(default_factory=set)
     is_stopped: bool = False
     is_over: bool = False
+    moved: Migrating | None = None
+    """The sequence that the reader continues; None: the blocks are cached ones."""
 
     @property
     def at_source(self) -> str:
         """The source's name of the transfer."""
-        return f"blocks {self.reader} {self.request_id}"
+        return f"blocks {self.reader} {self.request_id}" if self.moved is None else self.moved.request_id
+
+    def finished(self, block_size: int) -> SourceFinished:
+        """What the source says after the last block."""
+        if self.moved is None:
+            return SourceFinished(self.request_id, self.num_offered * block_size, ())
+        migration = self.moved.migration
+        return SourceFinished(self.request_id, migration.num_sent_tokens, (migration.token_id,))
 
     @property
     def num_landed(self) -> int:
@@ -99,6 +110,18 @@ class Fetches:
         self._fetches[reader, request.request_id] = self._by_source[source, fetch.at_source] = fetch
         self._post(source, Lookup(fetch.at_source, tuple(hashes)))
 
+    def begin_move(self, reader: str, source: str, request_id: str, moved: Migrating) -> None:
+        """The request, which continues a sequence that rests at the source, is about to be added."""
+        fetch = Fetch(reader, source, request_id, moved=moved)
+        self._fetches[reader, request_id] = self._by_source[source, fetch.at_source] = fetch
+
+    def end_move(self, reader: str, request_id: str) -> None:
+        """The request has ended: its source gives its blocks up."""
+        fetch = self._fetches[reader, request_id]
+        if not fetch.is_over and fetch.room is None:
+            fetch.is_stopped = fetch.is_over = True
+            self._leave_source(fetch)
+
     def takes(self, engine: str, message: OutOfEngine) -> bool:
         """Handle a message of an engine; False if it is not about a read."""
         if isinstance(message, Found | Settled | Missed):
@@ -124,6 +147,8 @@ class Fetches:
 
     def _from_source(self, fetch: Fetch, message: Found | Settled | Missed) -> None:
         match message:
+            case Found() if fetch.num_offered:
+                pass  # a repetition
             case Found():
                 fetch.num_offered = message.num_blocks
                 if message.num_blocks and not self._fails():
@@ -153,7 +178,9 @@ class Fetches:
                 continue
             if fetch.is_stopped:
                 self._drain(fetch)
-            elif fetch.hold is not None and (self._is_steady or self._draw.random() < 0.8):
+            elif (fetch.hold is not None or not len(fetch.room.hold)) and (
+                self._is_steady or self._draw.random() < 0.8
+            ):
                 self._fail(fetch) if self._fails() else self._read(fetch)
 
     def _read(self, fetch: Fetch) -> None:
@@ -164,14 +191,13 @@ class Fetches:
             if number not in fetch.landed and (self._is_steady or self._draw.random() < 0.5):
                 origin, content = fetch.published[number]
                 assert block_at(source, origin).tolist() == content, "a pinned block was written to"
-                block_at(reader, place).copy_(block_at(source, origin))
+                copy_block(source, origin, reader, place)
                 fetch.landed.add(number)
         if fetch.num_landed > before:
             self._post(fetch.reader, Landed(fetch.request_id, fetch.num_landed))
         if fetch.num_landed == len(room.hold):
             self.num_landed += len(room.hold)
-            num_tokens = fetch.num_offered * reader.config.block_size
-            self._post(fetch.reader, SourceFinished(fetch.request_id, num_tokens, ()))
+            self._post(fetch.reader, fetch.finished(reader.config.block_size))
             self._return_room(fetch)
 
     def _drain(self, fetch: Fetch) -> None:

@@ -30,6 +30,7 @@ from pdserve.engine.scheduler.kv_messages import (
 )
 from tests.support.engine.engine_fetches import SOURCE, Fetches
 from tests.support.engine.engine_harness import Answer, Harness
+from tests.support.engine.engine_moves import Moves
 from tests.support.engine.pool_blocks import RUBBISH, block_at, num_without_gap, places_of
 
 _AGAIN = "~again"
@@ -77,7 +78,9 @@ class Pair:
         self.attempts: dict[str, list[str]] = {}
         """request_id -> the engines' names for its attempts; a further one follows each eviction."""
         self._mail: dict[str, deque[IntoEngine]] = {"p": deque(), "d": deque()}
-        self.fetches = Fetches({"p": p, "d": d}, self._post, self.random, is_steady=self.steady)
+        self.engines = {"p": p, "d": d}
+        self.fetches = Fetches(self.engines, self._post, self.random, is_steady=self.steady)
+        self.moves = Moves(self.engines, self.fetches, self._post, self.random)
 
     def add(self, prompt: list[int], request_id: str, *, fetches: bool = False, **fields: Any) -> None:
         """Both calls of one attempt. fetches: P first reads what D has of the prompt."""
@@ -160,6 +163,7 @@ class Pair:
             or engines
             or out
             or len(self.fetches)
+            or len(self.moves)
             or len(self.p.scheduler.loads)
             or len(self.d.scheduler.loads)
             or any(self._mail.values())
@@ -177,6 +181,10 @@ class Pair:
         self._end_source(self.transfers[request_id])
         self._post("p", Revoke(request_id))
         self._post("p", Revoke(request_id + _AGAIN))
+
+    def begin_move(self, engine: str) -> None:
+        """One of an engine's sequences is to go on at the other engine."""
+        self.moves.begin(engine, self.answer, lambda attempt: attempt.split("#")[0])
 
     def break_source(self, request_id: str) -> None:
         """Fail the transfer at the source; the receiver gets the failure."""
@@ -201,7 +209,7 @@ class Pair:
                 if answer is not None and answer.token_ids:
                     transfer.first_tokens[index] = answer.token_ids[0]
         for message in self.p.outbox.take():
-            if self.fetches.takes("p", message):
+            if self.moves.takes("p", message) or self.fetches.takes("p", message):
                 continue
             if isinstance(message, Missed):
                 self._again(message.request_id, self.transfers[message.request_id])
@@ -220,7 +228,7 @@ class Pair:
     def _step_d(self) -> None:
         self.d.step()
         for message in self.d.outbox.take():
-            if self.fetches.takes("d", message):
+            if self.moves.takes("d", message) or self.fetches.takes("d", message):
                 continue
             transfer = self.transfers[message.request_id]
             if isinstance(message, StopReceiving):
@@ -252,6 +260,7 @@ class Pair:
             )
 
     def _move(self) -> None:
+        self.moves.turn()
         self.fetches.move()
         for request_id, transfer in self.transfers.items():
             if transfer.room is None:
