@@ -30,6 +30,8 @@ FLAGS = (
 """Settings of the workers that carry it."""
 ALL_REMOTE = ("--local-prefill", "never", "--policy", "round_robin", "--on-kv-failure=remote")
 """Settings of its router: every request needs a transfer. Sessions are refused, for decode prefills them."""
+MOVES = ("--block-moves=always", "--rebalance=always")
+"""Settings of a router whose sequences never stay where they are."""
 SCHEMA = {
     "type": "object",
     "properties": {"sizes": {"type": "array", "items": {"type": "integer"}}},

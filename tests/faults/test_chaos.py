@@ -30,7 +30,7 @@ from tests.support.processes.cluster_processes import running_cluster
 from tests.support.processes.inference_client import InferenceClient
 from tests.support.processes.prepared_children import ENGINE_PROCESS, RANK_1
 
-from .chaos_load import ALL_REMOTE, FLAGS, Load
+from .chaos_load import ALL_REMOTE, FLAGS, MOVES, Load
 from .prepared_worker import PREPARED_WORKER
 from .worker_faults import (
     PART_KILLED,
@@ -78,6 +78,8 @@ class Run:
     """Workers without the draft head of the model."""
     parts: frozenset[str] = frozenset()
     """Names of the processes that each worker has beside its first one."""
+    moves: bool = False
+    """Running sequences and cached blocks move all the time."""
     num_rounds: int = 10
     used: Sequence[str] = ()
     """Counters of workers that show that the feature was in use."""
@@ -160,6 +162,11 @@ RUNS = {
     "states-alone": Run(24, model="states alone"),
     "mixed-remote-two": Run(25, at_once=2, placement=ALL_REMOTE, model="mixed"),
     "chunks-remote-two": Run(26, at_once=2, placement=ALL_REMOTE, model="chunks"),
+    "moves": Run(27, moves=True),
+    "moves-nixl-remote-two": Run(28, "nixl", at_once=2, placement=ALL_REMOTE, moves=True),
+    "moves-drafts-tier": Run(29, moves=True, drafts=True, settings=HOST_TIER, used=(ACCEPTED, LOADED)),
+    "moves-states-two": Run(30, at_once=2, model="states", moves=True),
+    "moves-head-lacking": Run(31, moves=True, model="head", lacking=("decode-2",), used=(ACCEPTED,)),
 }
 
 
@@ -188,7 +195,8 @@ async def test_i4_faults_at_random_moments_change_no_answer(
             assert run.parts == set(parts_of(cluster.services[name]).values())
             if run.model == "windows":
                 assert cluster.load(cluster.services[name]).blocks_total == BLOCKS_OF_GROUPS * NUM_GROUPS
-        cluster.start_router("--model", model, *run.placement, **addresses)
+        moves = MOVES if run.moves else ()
+        cluster.start_router("--model", model, *run.placement, *moves, **addresses)
         async with InferenceClient(cluster.router.address) as client:
             load = Load(
                 client,
@@ -211,4 +219,6 @@ async def test_i4_faults_at_random_moments_change_no_answer(
         assert load.num_sessions or run.placement == ALL_REMOTE
         for name in run.used:
             assert sum(cluster.metric(cluster.services[worker], name) for worker in WORKERS) > 0, name
+        moved = cluster.metric(cluster.router, "pdserve_migrations_total", 'outcome="moved"')
+        assert not run.moves or moved > 5 * run.num_rounds
         check_whole(cluster)

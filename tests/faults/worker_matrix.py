@@ -33,6 +33,7 @@ FLAGS = (
 )  # fmt: skip
 SOON_S = 10.0
 """Twice what a worker's death or silence may take to be noticed."""
+OTHER = "other decode"
 RANK = "SIGKILL of rank 1"
 """Kills a rank of a worker with two ranks, which then ends by itself."""
 WAYS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
@@ -132,6 +133,12 @@ def tiny_matrix(
         yield made
 
 
+def other_decode(name: str) -> str:
+    """Of the two decode workers the one of another name."""
+    [other] = {"decode-1", "decode-2"} - {name}
+    return other
+
+
 def engine_process_of(worker: Service) -> int:
     """The id of the process of a worker's engine."""
     return _child_of(worker, ENGINE_PROCESS)
@@ -151,14 +158,15 @@ async def hurt(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str, *, only_engine: bool = False
 ) -> None:
     """Send a signal to a worker while a request is in a phase: every answer is that of an undisturbed run, and the worker is used
-    again afterwards. only_engine: the signal goes to the process of its engine alone."""
+    again afterwards. role: `OTHER` is the decode worker that does not pause. only_engine: the signal goes to the process of its
+    engine alone."""
     cluster = matrix.cluster
     log_before = len(cluster.router.read_log())
     async with InferenceClient(cluster.router.address) as client:
         known, salt, asked, pausing = await _ask_until_paused(matrix, client, phase, f"{phase}-{role}-{way}")
         new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
         held = next(decision for decision in new if decision[pausing.role] == pausing.name)
-        victim = cluster.services[held[role]]
+        victim = cluster.services[other_decode(pausing.name) if role == OTHER else held[role]]
         since = time.monotonic()
         target = engine_process_of(victim) if only_engine else victim.process.pid
         if way == RANK:

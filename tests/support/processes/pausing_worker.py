@@ -13,6 +13,12 @@ An engine without requests whose encoder cache is still referenced raises, which
     landed     decode, before the step that would begin     engine
     first      decode, after its first token                engine
     streaming  decode, after its eighth                     engine
+
+Of a sequence that another decode worker continues:
+
+    left       the old one, after its last step there       engine
+    arrives    the new one, before blocks are reserved      engine
+    arrived    the new one, before the step that continues  engine
 """
 
 from __future__ import annotations
@@ -27,12 +33,15 @@ from typing import Any
 from pdserve.cli.main import main
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.scheduler import Scheduler
+from pdserve.engine.scheduler.transfer_events import KvSendTracker
+from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.kv_transfer.tcp.tcp_source import TcpSource
 from pdserve.worker import kv_transfer_manager
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from tests.support.processes.prepared_children import prepare_children
 
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
+PHASES_OF_MOVES = ("left", "arrives", "arrived")
 LONGEST_S = 20.0
 NUM_FIRST = 2
 """Output tokens when decode has sampled one: the first is that of the prefill."""
@@ -89,6 +98,8 @@ def install(pauses: Pauses) -> None:
         for request in scheduler.requests.values():
             if request.status is RequestStatus.WAITING:
                 pauses.reach("landed" if request.core.remote_prefill else "queued")
+                if _has_moved(request):
+                    pauses.reach("arrived")
 
     def after_step(scheduler: Scheduler, scheduled: Any, computed: Any, kv_written: Any) -> None:
         for request in scheduler.running.values():
@@ -117,7 +128,13 @@ def install(pauses: Pauses) -> None:
         if num_answers[request.token] == 2:
             pauses.reach("moving")
 
+    def before_reserve(receives: RemoteKvQueue, *_: Any) -> None:
+        if any(_has_moved(request) for request in receives._unreserved.first(999)):
+            pauses.reach("arrives")
+
     around(Scheduler, "schedule", before_schedule)
+    around(RemoteKvQueue, "reserve", before_reserve)
+    around(KvSendTracker, "migrate", lambda *_: None, lambda *_: pauses.reach("left"))
     around(Scheduler, "update_from_output", lambda *_: None, after_step)
     around(KvTransferManager, "_digest", before_digest)
     around(TcpSource, "_answer", before_answer)
@@ -125,6 +142,10 @@ def install(pauses: Pauses) -> None:
 
 def _computes(request: Request | None) -> bool:
     return request is not None and request.num_computed_tokens < request.num_prompt_tokens
+
+
+def _has_moved(request: Request) -> bool:
+    return request.core.remote_prefill and bool(request.core.output_token_ids)
 
 
 if __name__ == "__main__":
