@@ -115,6 +115,8 @@ async def run_router(
                 background_task("loop_lag", inference.telemetry.loop_lag.run),
                 background_task("memory", MemoryReturn().run),
             }
+            if settings.block_moves != "never":
+                tasks.add(background_task("cache_moves", inference.cache_moves.run))
             if settings.rebalance != "never":
                 tasks.add(background_task("rebalancing", inference.rebalancing.run))
             if settings.role_switch != "never":

@@ -70,6 +70,8 @@ TICK_STILL_S = 3.0
 """Seconds without progress of the engine's loop after which the worker reports `stuck`."""
 _OTHER_STREAMS = 36
 """Further streams of a connection, in addition to one per sequence whose blocks another worker fetches."""
+QUIET_S = 1.5
+"""Seconds without a transfer after which nobody is expected to read what is cached in a worker that drains."""
 LAST_WORDS_S = 0.5
 """Seconds for streams that a drain cuts off to report it to their routers."""
 _STARTED_FOR_ONE_ROLE = ConfigError("it was started for one role")
@@ -292,14 +294,23 @@ class Worker:
                     await self._health.set(service, state)
             await asyncio.sleep(HEALTH_EVERY_S)
 
+    @property
+    def _may_be_read(self) -> bool:
+        """True if a router may have others read what is cached here."""
+        return self._watch.num_routers > 0 and self.engine.stats.num_blocks_cached > 0
+
     async def drain(self) -> None:
-        """Accept nothing new and let running requests finish within `drain_s`; then revoke transfers and fail the rest."""
+        """Accept nothing new, let running requests finish and others read what is cached, within `drain_s`; then revoke transfers
+        and fail the rest."""
         self.engine.draining = True
         self._watch.announce()
         self.core.fail_idle_sessions(Draining("the worker is draining"))
         deadline = time.monotonic() + self.settings.drain_s
+        quiet_at = time.monotonic() + QUIET_S if self._may_be_read else 0.0
         # three counters and a clock end this loop, not one event
-        while self.num_open and time.monotonic() < deadline:  # noqa: ASYNC110
+        while (self.num_open or time.monotonic() < quiet_at) and time.monotonic() < deadline:
+            if self.engine.transfer_counts.num_expected and self._may_be_read:
+                quiet_at = time.monotonic() + QUIET_S
             await asyncio.sleep(0.05)
         self.engine.revoke_transfers(Draining("the source is draining"))
         if self.engine.num_streams:

@@ -51,6 +51,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Begins the worker's drain, after which its process ends; may be called again."""
     _warnings: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log), init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    num_routers: int = field(default=0, init=False)
+    """Watches that have proved the key."""
 
     def announce(self) -> None:
         """Send the load, and the adapters if they have changed, to routers now instead of within `LOAD_EVERY_S`."""
@@ -74,8 +76,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             follower = self._engine.cached_blocks.follow() if opening.blocks else None
             if follower is not None:
                 stack.callback(follower.close)
+            self.num_routers += 1
+            stack.callback(self._left)
             async for event in self._events(follower):
                 yield event
+
+    def _left(self) -> None:
+        self.num_routers -= 1
 
     async def _events(self, follower: KvEventSubscriber | None) -> AsyncIterator[worker_pb2.WatchEvent]:
         loop = asyncio.get_running_loop()

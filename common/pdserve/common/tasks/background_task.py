@@ -44,6 +44,7 @@ TaskName = Literal[
     "connections",
     "memory",
     "rebalancing",
+    "cache_moves",
     "role_switching",
 ]
 """The bounded set of names that logs and metrics show."""

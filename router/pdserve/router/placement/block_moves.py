@@ -34,6 +34,7 @@ from pdserve.common.protocol import works_with
 from pdserve.common.timeline import Timeline
 from pdserve.router.placement.placement import BlockMove, Candidate
 from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
+from pdserve.router.workers.worker import RemoteWorker
 
 FIRST_S = 0.005
 """Seconds of a move's messages, before the first measurement."""
@@ -86,23 +87,39 @@ class BlockMoves:
     def _with_move(self, reader: Candidate, source: Candidate | None) -> Candidate:
         if source is None or (num_blocks := _gain(reader, source)) <= 0:
             return reader
-        have, rate = reader.overlap_blocks, reader.worker.prefill_tokens_per_s
-        num_bytes = _moved_bytes(reader.worker.identity.layout, have, have + num_blocks)
+        rate = reader.worker.prefill_tokens_per_s
+        move = self._move(reader.worker, source.worker, reader.overlap_blocks, num_blocks, rate)
+        return reader if move is None else msgspec.structs.replace(reader, move=move)
+
+    def of_leaving(
+        self, source: RemoteWorker, reader: RemoteWorker, have: int, num_blocks: int, others: Iterable[RemoteWorker]
+    ) -> BlockMove | None:
+        """Of so many blocks after the first `have` of a prompt, from a worker that drains; None if one of the others computes them
+        sooner."""
+        rate = max((other.prefill_tokens_per_s for other in others), default=0.0)
+        return None if self._setting == "never" else self._move(reader, source, have, num_blocks, rate)
+
+    def _move(
+        self, reader: RemoteWorker, source: RemoteWorker, have: int, num_blocks: int, rate: float
+    ) -> BlockMove | None:
+        """rate: of who computes them otherwise, tokens per second; 0: unknown."""
+        layout = reader.identity.layout
+        num_bytes = _moved_bytes(layout, have, have + num_blocks)
         base_s = self._expected_s(num_bytes)
         move_s = base_s * (1 + self._spread)
-        compute_s = num_blocks * reader.block_size / rate if rate else None
+        compute_s = num_blocks * layout.block_size / rate if rate else None
         limit_s = max(LEAST_LIMIT_S, 2 * move_s, compute_s or 0.0)
         move = BlockMove(
-            source=source.worker,
+            source=source,
             num_blocks=num_blocks,
             num_bytes=num_bytes,
-            num_tokens=(have + num_blocks) * reader.block_size,
+            num_tokens=(have + num_blocks) * layout.block_size,
             base_s=base_s,
             move_s=move_s,
             compute_s=compute_s,
             limit_s=ALWAYS_LIMIT_S if self._setting == "always" else limit_s,
         )
-        return msgspec.structs.replace(reader, move=move) if move.pays or self._setting == "always" else reader
+        return move if move.pays or self._setting == "always" else None
 
     def ended(self, move: BlockMove | None, timeline: Timeline, num_cached_tokens: int) -> None:
         """Learn from an attempt that has been served. move: that of its placement. num_cached_tokens: of the prompt, as its worker
@@ -165,6 +182,11 @@ def _waited_s(timeline: Timeline, end: str) -> float:
         return max(0.0, (ended - begun) / 1e9)
     return max(0.0, (ended - reserved) / 1e9) + min(max(0.0, (reserved - begun) / 1e9), FIRST_S)
 
+    def can_read(self, reader: RemoteWorker, source: RemoteWorker) -> bool:
+        """True if cached blocks of the source have the reader's layout."""
+        ours, theirs = reader.identity, source.identity
+        return works_with(theirs.protocol_version, ours.protocol_version) and _is_readable(ours.layout, theirs.layout)
+
 
 class _BestSources:
     """Of workers of each layout the two that have most of a prompt, so that a worker finds another one in constant time."""
@@ -194,9 +216,12 @@ class _BestSources:
     def _can_read(self, ours: KvLayout, theirs: KvLayout) -> bool:
         known = self._readable.get((ours, theirs))
         if known is None:
-            known = not theirs.differences(ours) and theirs.has_draft_head_of(ours)
-            self._readable[ours, theirs] = known
+            known = self._readable[ours, theirs] = _is_readable(ours, theirs)
         return known
+
+
+def _is_readable(ours: KvLayout, theirs: KvLayout) -> bool:
+    return not theirs.differences(ours) and theirs.has_draft_head_of(ours)
 
 
 def _rank(source: Candidate) -> tuple[int, float]:

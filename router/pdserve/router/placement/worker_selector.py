@@ -151,6 +151,13 @@ class WorkerSelector:
             self.log.add(decision)
         return decision
 
+    def reported(
+        self, hashes: Sequence[bytes], layout: KvLayout, workers: Iterable[RemoteWorker]
+    ) -> dict[WorkerKey, int]:
+        """Worker -> blocks of a prompt's longest prefix that it has reported. hashes: of its full blocks, by this layout."""
+        keys = [worker.key for worker in workers]
+        return self._index.reported(hashes, keys, last_suffices=layout.hits_need_last_block)
+
     def has_workers(self, *, one_token: bool = False, pooling: PoolingParams | None = None) -> bool:
         """True if workers are live whose roles can serve a prompt.
 

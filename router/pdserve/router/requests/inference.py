@@ -22,6 +22,7 @@ from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.rebalancing import Rebalancing
 from pdserve.router.placement.role_switching import RoleSwitching
 from pdserve.router.placement.worker_selector import WorkerSelector, pooling_workers
+from pdserve.router.requests.cache_moves import CacheMoves
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.fields.service_tier import FLEX
@@ -79,6 +80,7 @@ class Inference:
         self.parsers = AnswerParsers.of(preparation.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         self.rebalancing = Rebalancing(settings.rebalance, lambda: fleet.workers(WorkerRole.DECODE))
         self.role_switching = RoleSwitching(fleet.workers, settings.limits.role_dwell_s)
+        self.cache_moves = CacheMoves(fleet, self.selector, preparation)
         company = Company()
         company.on_left = fleet.look_again
         self._services = RequestServices(
@@ -90,6 +92,7 @@ class Inference:
             DenyList(),
             company,
             self.rebalancing,
+            self.cache_moves,
             settings,
         )
         self.telemetry = RouterTelemetry(

@@ -10,6 +10,7 @@ from pdserve.router.admission.admission import Admission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.placement.rebalancing import Rebalancing
 from pdserve.router.placement.worker_selector import WorkerSelector
+from pdserve.router.requests.cache_moves import CacheMoves
 from pdserve.router.requests.preparation import Preparation
 from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.workers.fleet import Fleet
@@ -27,6 +28,7 @@ class RequestServices:
     deny_list: DenyList
     company: Company
     rebalancing: Rebalancing
+    cache_moves: CacheMoves
     settings: RouterSettings
 
     @property

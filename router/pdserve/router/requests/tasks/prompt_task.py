@@ -72,6 +72,8 @@ class PromptTask(PlacedTask[None]):
         self._processor: OutputProcessor | None = None
         self._begun: set[int] = set()
         """Sequences of which the client has output."""
+        self._was_cached = False
+        """True if a part of the prompt was cached where it was computed."""
 
     async def run(self) -> None:
         """Push everything, then end the choice; every error but cancellation ends in the stream."""
@@ -138,6 +140,14 @@ class PromptTask(PlacedTask[None]):
             self._record.admitted()
             adapted = await self._services.models.with_adapter(request, self.patience_s)
             await self.attempts(adapted, self._processor, RetryState())
+            if not before:
+                self._remember(adapted, self._processor)
+
+    def _remember(self, request: GenerationRequest, processor: OutputProcessor) -> None:
+        """Its blocks are cached where it was served, and a later prompt may begin with them."""
+        if self._services.settings.block_moves != "never" and not self._services.num_encoder_tokens:
+            recent, output = self._services.cache_moves.recent, processor.output_token_ids(0)
+            recent.add(request, self._request.cache, output, was_cached=self._was_cached)
 
     @property
     def token_ids_before(self) -> list[int]:
@@ -328,6 +338,7 @@ class PromptTask(PlacedTask[None]):
     def _begin(self, num_cached_tokens: int) -> None:
         """Note the first token."""
         self.timeline.mark(moments.FIRST_TOKEN)
+        self._was_cached = num_cached_tokens > 0
         if not self._request.cache.is_shared:
             self.usage.cached_tokens = min(num_cached_tokens, self.usage.prompt_tokens)
         # its prompt is computed: there may be room for another's
