@@ -195,6 +195,8 @@ async def test_streams_move_first(decoders: list[RemoteWorker], monkeypatch: pyt
 
         def move(self) -> None: ...
 
+        def stay(self) -> None: ...
+
     world, stream = World(decoders, monkeypatch), Stream()
     world.has(decoders[0], text(0, 4))
     world.served(text(0, 4))

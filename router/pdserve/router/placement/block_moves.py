@@ -167,6 +167,11 @@ class BlockMoves:
         if self._line.weight and self._clock() - self._measured_at > KEPT_S:
             self._line, self._spread = LineFit(), _FIRST_SPREAD
 
+    def can_read(self, reader: RemoteWorker, source: RemoteWorker) -> bool:
+        """True if cached blocks of the source have the reader's layout."""
+        ours, theirs = reader.identity, source.identity
+        return works_with(theirs.protocol_version, ours.protocol_version) and _is_readable(ours.layout, theirs.layout)
+
 
 def _waited_s(timeline: Timeline, end: str) -> float:
     """Seconds for which a move's source was waited for, until the moment `end`; 0 if it is not known.
@@ -181,11 +186,6 @@ def _waited_s(timeline: Timeline, end: str) -> float:
     if reserved is None:
         return max(0.0, (ended - begun) / 1e9)
     return max(0.0, (ended - reserved) / 1e9) + min(max(0.0, (reserved - begun) / 1e9), FIRST_S)
-
-    def can_read(self, reader: RemoteWorker, source: RemoteWorker) -> bool:
-        """True if cached blocks of the source have the reader's layout."""
-        ours, theirs = reader.identity, source.identity
-        return works_with(theirs.protocol_version, ours.protocol_version) and _is_readable(ours.layout, theirs.layout)
 
 
 class _BestSources:
