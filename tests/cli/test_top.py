@@ -16,7 +16,16 @@ from pdserve.cli.main import main
 from pdserve.cli.status.status_client import StatusClient
 from pdserve.cli.status.status_text import count, one_line_waterfall, seconds
 from pdserve.common.errors import ConfigError, NotFound, PdServeError, PeerError
-from pdserve.router.telemetry.status_view import PhaseView, QueueView, RecentView, RequestView, StatusView, WorkerView
+from pdserve.common.request.cached_tokens import CachedTokens
+from pdserve.router.telemetry.status_view import (
+    MovesView,
+    PhaseView,
+    QueueView,
+    RecentView,
+    RequestView,
+    StatusView,
+    WorkerView,
+)
 
 PHASES = [
     PhaseView(name="tokenize", service="router", start_s=0.0, duration_s=0.5),
@@ -26,13 +35,16 @@ PHASES = [
 ]
 REQUEST = RequestView(
     request_id="0123456789abcdef0123456789abcdef", tenant="alice", operation="chat", outcome="stop", duration_s=2.0,
-    ttft_s=1.0, num_prompts=1, num_prompt_tokens=40, num_cached_tokens=8, num_output_tokens=7, num_attempts=2,
+    ttft_s=1.0, num_prompts=1, num_prompt_tokens=40, num_cached_tokens=8,
+    cached_tokens=CachedTokens(pool=6, peer=2), num_output_tokens=7, num_attempts=2,
     prefill="p0", decode="d0\x1b[2J", phases=PHASES,
 )  # fmt: skip
 STATUS = StatusView(
     unix_s=1.0, version="9.9", model="small", healthy=True, uptime_s=7200, sees_all=True,
     queue=QueueView(num_requests=5, num_running=3, num_queued=2, num_places=64),
-    recent=RecentView(window_s=30, num_requests=60, requests_per_s=2, cached_fraction=0.25, ttft_p50_s=0.2),
+    recent=RecentView(window_s=30, num_requests=60, requests_per_s=2, cached_fraction=0.25, ttft_p50_s=0.2,
+                      cached_tokens=CachedTokens(pool=20_000, store=7)),
+    moves=MovesView(blocks={"faster": 3, "failed": 1}, block_bytes=2_000_000, requests={"moved": 2}, pause_p50_s=0.05),
     slowest=[REQUEST], num_workers=2,
     workers=[
         WorkerView(role="prefill", worker_id="p0", state="live", address="10.0.0.1:1", num_running=3, max_num_seqs=64,
@@ -97,7 +109,8 @@ def test_a_frame_shows_workers_queues_and_the_slowest_request(
         assert part in words
     if columns >= 80:
         assert "live 3/64 0 4 50/100" in words
-        assert "prefix cache 25% of prompt tokens" in words
+        assert "prefix cache 25% of prompt tokens (20.0k pool, 7 store)" in words
+        assert "moves of blocks: faster 3, failed 1, 2.0MB; of running requests: moved 2, pause p50 50 ms" in words
     if columns == 140:
         assert "dead, or not reached yet" in output
         assert REQUEST.request_id in output
@@ -131,7 +144,7 @@ def test_a_trace_has_each_phase_and_no_control_characters(
     words = " ".join(output.split())
     assert "prefill prefill 500 ms 25%" in words
     assert "kv transfer decode 250 ms overlaps" in words
-    assert "40 prompt tokens (8 cached), 7 new" in words
+    assert "40 prompt tokens (8 cached: 6 pool, 2 peer), 7 new" in words
     assert "2 attempts" in words
     assert "decode d0?[2J" in words
     assert "\x1b" not in output

@@ -133,6 +133,12 @@ async def test_i1_prefill_reads_the_last_answer_from_decode(
                 text = [*text, *answer.token_ids, *prompt_of(9, seed=turn + 2)]
                 await asyncio.sleep(0.3)  # workers report every 20 ms
         prefill = cluster.services["prefill"]
-        assert cluster.metric(prefill, "pdserve_peer_prefix_hit_tokens_total") > 0
+        assert cluster.metric(prefill, "pdserve_prompt_tokens_by_source_total", 'source="peer"') > 0
+        assert (
+            cluster.metric(
+                prefill, "pdserve_kv_transfer_bytes_total", f'connector="{"nixl" if settings == "nixl" else "tcp"}"'
+            )
+            > 0
+        )
         cluster.check_pools()
         cluster.check_logs()

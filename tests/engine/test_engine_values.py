@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest, NeedsPrefill
 from pdserve.common.request.block_source import BlockSource
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
@@ -100,7 +101,7 @@ OUTPUT: dict[str, Any] = {
     "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5)], "pooling_output": [0.1, -1e-30],
     "index": 1, "error_field": "top_p", "uncached_tokens": 7, "first_prompt_position": 9, "num_draft_tokens": 8,
     "num_accepted_tokens": 3,
-    "migration": Migration(5, 4, 7, b"d" * 16, True),
+    "migration": Migration(5, 4, 7, b"d" * 16, True), "cached_tokens": CachedTokens(1, 2, 3, 4),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import DigestMismatch, InvalidRequest, TransferFailed
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler.kv_messages import (
@@ -95,6 +96,9 @@ def test_only_what_is_not_cached_is_received(make_engine: MakeEngine) -> None:
     finish(engine, room)
     answer = engine.run()["a"]
     assert (answer.num_cached_tokens, answer.token_ids) == (12, greedy_answer(PROMPT, 4)[1:])
+    assert answer.cached_tokens == CachedTokens(pool=12)
+    found = engine.core.stats().prompt_tokens_by_source
+    assert found == {"pool": 12, "host": 0, "store": 0, "peer": 0, "transfer": 22 - 12, "computed": 13}
 
 
 def test_a_prompt_that_is_cached_whole_receives_nothing_but_the_first_token(make_engine: MakeEngine) -> None:

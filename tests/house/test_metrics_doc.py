@@ -121,7 +121,7 @@ def test_metrics_that_name_keys_are_described() -> None:
 @pytest.mark.parametrize("registry", [router_registry(), key_registry(), worker_registry()])
 def test_names_carry_units_and_labels_are_bounded(registry: CollectorRegistry) -> None:
     allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "call", "connector", "task"}
-    allowed |= {"key", "tenant", "peers", "stage", "layer", "position", "adapter"}
+    allowed |= {"key", "tenant", "peers", "stage", "layer", "position", "adapter", "source"}
     for name, (kind, labels, _) in offered(registry).items():
         assert set(labels) <= allowed | {"model_fingerprint"}, name
         if kind == "histogram":

@@ -96,7 +96,7 @@ def outputs(
         first_position=position,
         token_ids=tokens(text) if token_ids is None else token_ids,
         finish_reason=reason,
-        num_cached_tokens=cached,
+        cached_tokens=request_pb2.CachedTokens(pool=cached),
         logprobs=logprobs,
     )
 
@@ -235,7 +235,7 @@ async def embed_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     classified = classes(token_ids, worker.num_labels)
     yield prefill_pb2.PoolingResult(
         values=classified or embedding(token_ids, pooling.dimensions),
-        num_cached_tokens=2,
+        cached_tokens=request_pb2.CachedTokens(pool=min(2, len(token_ids))),
         moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
     )
 

@@ -106,6 +106,7 @@ def test_estimates_are_those_of_the_formula() -> None:
     assert move is not None
     base_s = FIRST_S + 100 * LAYOUT.total_place_bytes / DEFAULT_BYTES_PER_S
     assert move.base_s == pytest.approx(base_s)
+    assert move.num_bytes == 100 * LAYOUT.total_place_bytes
     assert move.move_s == pytest.approx(1.5 * base_s)
     assert move.compute_s == pytest.approx(100 * SIZE / SLOW)
     assert move.limit_s == pytest.approx(move.compute_s), "computing takes longer than twice the estimate"
@@ -180,6 +181,7 @@ def test_what_moves_take_is_learned_and_how_often_they_were_right_is_counted() -
     ended(it, reader, None, cached=300 * SIZE)
     it.ended(None, Timeline(), 0)
     assert dict(it.num_ended) == {"failed": 2, "faster": 1, "slower": 1, "unneeded": 1}
+    assert it.num_bytes == 2 * reader.move.num_bytes, "the failed one brought nothing"
     for _ in range(100):
         ended(it, reader, 3 * reader.move.base_s)
     base_s, move_s = expected_s(it)

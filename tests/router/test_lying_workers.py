@@ -9,18 +9,24 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc.aio
+import msgspec
 import pytest
 from google.protobuf.message import Message
 
 from pdserve.common.errors import BY_CODE, InvalidRequest, TransferFailed
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.telemetry.logging_setup import is_news
+from pdserve.router.telemetry.status_view import StatusView
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import (
+    PREFILL_ADMITTED,
+    RELEASED,
     VOCAB_SIZE,
     Call,
     FakeWorker,
     Script,
+    computed,
     decode_outputs,
     first,
     forever,
@@ -96,7 +102,9 @@ def kind_of(event: Message) -> str:
 
 LOGPROBS = request_pb2.Logprobs(width=2, token_ids=[1, 2], logprobs=[-0.5, -1.5], sampled_ranks=[1])
 MOMENTS = [request_pb2.Moment(name="prefill_computed", unix_ns=1)]
-OUTPUTS = request_pb2.Outputs(token_ids=tokens("a"), num_cached_tokens=1, moments=MOMENTS, logprobs=LOGPROBS)
+OUTPUTS = request_pb2.Outputs(
+    token_ids=tokens("a"), cached_tokens=request_pb2.CachedTokens(pool=1), moments=MOMENTS, logprobs=LOGPROBS
+)
 EVENTS: dict[str, Message] = {
     "PrefillEvent.admitted": prefill_pb2.PrefillEvent(admitted=prefill_pb2.Admitted(moments=MOMENTS)),
     "PrefillEvent.computed": prefill_pb2.PrefillEvent(
@@ -110,7 +118,9 @@ EVENTS: dict[str, Message] = {
         landed=decode_pb2.Landed(num_blocks=1, transfer_bytes=4096, connector="local", moments=MOMENTS)
     ),
     "DecodeEvent.outputs": decode_pb2.DecodeEvent(outputs=OUTPUTS),
-    "PoolingResult": prefill_pb2.PoolingResult(values=[0.5] * 8, num_cached_tokens=1, moments=MOMENTS),
+    "PoolingResult": prefill_pb2.PoolingResult(
+        values=[0.5] * 8, cached_tokens=request_pb2.CachedTokens(pool=1), moments=MOMENTS
+    ),
     "WatchEvent.load": worker_pb2.WatchEvent(load=worker_pb2.Load(engine_tick=2)),
     "WatchEvent.blocks": worker_pb2.WatchEvent(blocks=worker_pb2.Blocks(sequence=1, stored=bytes(8))),
     "WatchEvent.welcome": worker_pb2.WatchEvent(
@@ -318,6 +328,36 @@ BEYOND = {
     ),
 }
 """Outputs with a number that is no token of the model."""
+
+
+MOST = (1 << 32) - 1
+
+
+@pytest.mark.parametrize("said", [(MOST,) * 4, (0, 0, 0, MOST), (3, 1, 0, MOST)])
+async def test_more_cached_tokens_than_the_prompt_has_are_not_believed(cluster, said):
+    """The numbers of a worker end at the prompt, in every view; the sources before them are believed."""
+    await cluster.start(prefill=1, decode=1, request_timeout_s=TIMEOUT_S)
+    lie = request_pb2.CachedTokens(pool=said[0], host=said[1], store=said[2], peer=said[3])
+
+    async def embeds(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
+        yield prefill_pb2.PoolingResult(values=[0.5] * 8, cached_tokens=lie)
+
+    async def prefills(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
+        yield PREFILL_ADMITTED
+        yield computed(call.request, request_pb2.Outputs(token_ids=tokens("a"), cached_tokens=lie))
+        yield RELEASED
+
+    expected = CachedTokens(*said).first(len("hello"))
+    cluster.of("prefill").scripts = [embeds, prefills]
+    embedded = await cluster.http.post("/v1/embeddings", json={"input": "hello"})
+    answers = [embedded, await cluster.complete(prompt="hello")]
+    for answer in answers:
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == len("hello"), answer.text
+    await cluster.idle()
+    view = msgspec.json.decode((await cluster.http.get("/debug/status")).content, type=StatusView)
+    assert [request.cached_tokens for request in view.slowest] == [expected] * 2
+    assert view.recent.cached_tokens == CachedTokens.sum([expected] * 2)
+    assert view.recent.cached_fraction == 1
 
 
 @pytest.mark.parametrize("name", BEYOND)

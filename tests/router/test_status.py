@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import NotFound
+from pdserve.common.request.cached_tokens import CACHED_SOURCES, NOTHING_CACHED, CachedTokens
 from pdserve.common.timeline import Timeline
 from pdserve.router.telemetry.metric_text import without_label
 from pdserve.router.telemetry.request_log import KEPT_REQUESTS, KEPT_S, AskedRequest, LoggedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
-from pdserve.router.telemetry.status_view import MAX_SLOWEST, MAX_WORKERS, RequestView, StatusView
+from pdserve.router.telemetry.status_view import MAX_SLOWEST, MAX_WORKERS, MovesView, RequestView, StatusView
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.workers.fleet import Fleet
 from tests.router.conftest import Cluster
@@ -57,7 +58,13 @@ async def test_an_operator_sees_the_fleet_and_each_request_with_its_phases(clust
     assert view.queue.num_running == view.queue.num_queued == 0
     assert view.recent.num_requests == 1
     assert view.recent.output_tokens_per_s == pytest.approx(5 / view.recent.window_s)
+    assert view.moves == MovesView(blocks={"faster": 0, "slower": 0, "failed": 0}, requests={"moved": 0, "failed": 0})
     [request] = view.slowest
+    assert (request.num_cached_tokens, request.cached_tokens) == (3, CachedTokens(pool=3))
+    assert (view.recent.num_prompt_tokens, view.recent.cached_tokens) == (
+        request.num_prompt_tokens,
+        CachedTokens(pool=3),
+    )
     assert (request.prefill, request.decode, request.outcome, request.num_output_tokens) == (
         "prefill0",
         "decode1",
@@ -103,6 +110,8 @@ async def test_a_tenant_sees_only_its_own_requests_and_no_workers(cluster, tmp_p
     assert own.queue.num_places is own.recent.cached_fraction is None
     [request] = own.slowest
     assert (request.prefill, request.decode, request.num_cached_tokens) == ("", "", None)
+    assert request.cached_tokens is own.recent.cached_tokens is None
+    assert own.moves == MovesView()
     assert {tenant.tenant for tenant in seen["ops"].tenants} >= {"alice", "bob"}
     assert (await trace(cluster, request.request_id, "ops")).decode == "decode0"
     assert (await trace(cluster, request.request_id, "alice")) == request
@@ -176,6 +185,49 @@ def ended(log: RequestLog, clock: Clock, request_id: str, duration_s: float, cli
     run.timeline.moments_unix_ns |= {moments.ARRIVED: asked.arrived_unix_ns, moments.FINISHED: clock()}
     run.finish_reason = "stop"
     log.ended(record)
+
+
+def test_cached_tokens_are_added_up_by_source_over_prompts_and_requests():
+    log = RequestLog(clock=(clock := Clock()))
+    metrics = RouterMetrics(registry := CollectorRegistry(), lambda: 0, dict, lambda: 0)
+    for number, prompts in enumerate(
+        [[CachedTokens(pool=64, peer=32)], [CachedTokens(store=8), CachedTokens(pool=999)]]
+    ):
+        record = RequestTrace(metrics, clock(), None, {})
+        asked = AskedRequest(
+            request_id=f"{number}", client_request_id="", operation="chat", client=ALICE, arrived_unix_ns=clock()
+        )
+        log.began(record, asked)
+        for cached in prompts:
+            run = PromptTrace(record, Timeline())
+            record.runs.append(run)
+            run.timeline.moments_unix_ns |= {moments.ARRIVED: clock(), moments.FINISHED: clock()}
+            run.num_prompt_tokens = 100
+            run.relayed(0, 1, cached)
+            run.relayed(0, 1, NOTHING_CACHED)
+            run.finish_reason = "stop"
+            run.count(clock())
+        log.ended(record)
+    assert [log.find(name, ANYBODY).cached_tokens for name in "01"] == [
+        CachedTokens(pool=64, peer=32),
+        CachedTokens(pool=100, store=8),
+    ]
+    recent = log.recent(ANYBODY)
+    assert (recent.num_prompt_tokens, recent.cached_tokens) == (300, CachedTokens(pool=164, store=8, peer=32))
+    assert recent.cached_fraction == pytest.approx(204 / 300)
+    counted = {
+        source: registry.get_sample_value("pdserve_cached_prompt_tokens_total", {"source": source})
+        for source in CACHED_SOURCES
+    }
+    assert counted == {"pool": 164, "host": 0, "store": 8, "peer": 32}
+
+
+def test_moves_of_running_requests_have_a_median_pause():
+    metrics = RouterMetrics(CollectorRegistry(), lambda: 0, dict, lambda: 0)
+    assert (metrics.migration_counts(), metrics.median_migration_pause_s) == ({"moved": 0, "failed": 0}, None)
+    for pause_s in (0.1, None, 0.3, 0.2):
+        metrics.migrated(pause_s)
+    assert (metrics.migration_counts(), metrics.median_migration_pause_s) == ({"moved": 3, "failed": 1}, 0.2)
 
 
 def test_the_log_forgets_by_number_and_by_age():
@@ -265,7 +317,7 @@ def test_a_phase_names_the_service_that_spent_it(prefill, service):
     asked = AskedRequest(request_id="r", client_request_id="", operation="", client=ALICE, arrived_unix_ns=0)
     request = LoggedRequest(
         asked=asked, outcome="stop", end_unix_ns=10**10, timeline=timeline, num_prompts=1, num_prompt_tokens=1,
-        num_cached_tokens=0, num_output_tokens=1, num_attempts=1, prefill=prefill, decode="d",
+        cached_tokens=CachedTokens(), num_output_tokens=1, num_attempts=1, prefill=prefill, decode="d",
     )  # fmt: skip
     phases = {phase.name: phase for phase in request.view(ANYBODY).phases}
     assert phases["prefill"].service == phases["prefill_queue"].service == service

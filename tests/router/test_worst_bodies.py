@@ -31,7 +31,7 @@ from pdserve.router.telemetry.request_log import KEPT_REQUESTS, RequestLog
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.status_view import MAX_SLOWEST, MAX_WORKERS, StatusView
 from pdserve.router.workers.fleet import Fleet
-from pdserve.v1 import inference_pb2, prefill_pb2
+from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
 from tests.router import worst_bodies
 from tests.router.worst_bodies import Worst
 from tests.support.run.loop_watch import LOOP_S, watched
@@ -301,7 +301,9 @@ async def test_the_largest_embeddings_over_grpc(cluster, monkeypatch):
 async def _start_large(cluster, monkeypatch):
     """Workers whose vectors make the largest answer; what they say is made once, for they run here, too."""
     monkeypatch.setattr("tests.router.fake_worker.HIDDEN_SIZE", NUM_DIMENSIONS)
-    answer = prefill_pb2.PoolingResult(values=[place / 7 for place in range(NUM_DIMENSIONS)], num_cached_tokens=2)
+    answer = prefill_pb2.PoolingResult(
+        values=[place / 7 for place in range(NUM_DIMENSIONS)], cached_tokens=request_pb2.CachedTokens(pool=2)
+    )
 
     async def embed_largest(worker, call):
         yield answer

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.errors import Draining, TransferFailed
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -53,7 +54,8 @@ STATS = SchedulerStats(
     num_blocks_total=15, num_blocks_free=4, num_blocks_cached=5, num_blocks_in_use=6, num_blocks_quarantined=2,
     num_preemptions=9, prefix_cache_queries=64, external_prefix_cache_hits=48,
     num_host_blocks_used=(3,),
-    prefix_cache_hits=32,
+    prefix_cache_hits=32, store_prefix_cache_hits=16, peer_prefix_cache_hits=8, num_received_tokens=4,
+    num_computed_prompt_tokens=2,
 )  # fmt: skip
 ENGINE = SimpleNamespace(stats=STATS, step_totals=StepTotals(), tick=12, tick_age_s=0.25, draining=False)
 IDENTITY = SimpleNamespace(worker_id="decode-1", role_name="decode", layout=LAYOUT, connectors=("tcp",))
@@ -185,7 +187,11 @@ def closed_records() -> list[CallStats]:
     """Two that went well, one whose transfer failed."""
     good, _ = make_record()
     moments = REMOTE | {"first_token": 14.0, "finished": 20.0}
-    good.take(EngineCoreOutput(request_id="r", new_token_ids=[5, 6], moments=moments, num_cached_tokens=4))
+    good.take(
+        EngineCoreOutput(
+            request_id="r", new_token_ids=[5, 6], moments=moments, cached_tokens=CachedTokens(pool=3, host=1)
+        )
+    )
     computed, _ = make_record("prefill", remote=False)
     computed.take(
         EngineCoreOutput(
@@ -247,13 +253,28 @@ def test_metrics_count_what_the_records_say() -> None:
     assert value("pdserve_kv_blocks_quarantined") == 2
     assert value("pdserve_kv_blocks_pinned") == 2
     assert value("pdserve_preemptions_total") == 9
-    assert value("pdserve_prefix_hit_tokens_total") == 32
+    found = {"pool": 32, "host": 48, "store": 16, "peer": 8, "transfer": 4, "computed": 2}
+    assert {source: value("pdserve_prompt_tokens_by_source_total", source=source) for source in found} == found
     assert value("pdserve_kv_host_bytes") == 3 * LAYOUT.shapes[0].block_bytes
-    assert value("pdserve_external_prefix_hit_tokens_total") == 48
     assert value("pdserve_engine_tick_age_seconds") == 0.25
     assert value("pdserve_open_transfers") == 3
     assert value("pdserve_kv_transfer_fallbacks_total") == 1
     assert value("pdserve_draining") == 0
+
+
+def test_blocks_that_a_prefill_call_read_from_another_worker_count() -> None:
+    metrics, registry = make_metrics()
+    record, _ = make_record("prefill", remote=False)
+    record.transfer = RECEIVED
+    metrics.call(record)
+    metrics.received(RECEIVED)
+    metrics.received(None)
+    blocks, num_bytes, transfers = (
+        registry.get_sample_value(f"pdserve_kv_transfer_{name}", {"connector": "local"})
+        for name in ("blocks_total", "bytes_total", "seconds_count")
+    )
+    assert (blocks, num_bytes) == (4, 4 * LAYOUT.shapes[0].block_bytes)
+    assert not transfers, "no decode call has waited for them"
 
 
 def test_spans_say_what_the_records_say() -> None:
@@ -279,6 +300,13 @@ def test_spans_say_what_the_records_say() -> None:
     transfer, generate, compute, failed = spans[1], spans[3], spans[5], spans[7]
     assert (transfer.start_time, transfer.end_time) == (to_unix_ns(11.0), to_unix_ns(13.0))
     assert transfer.attributes["pdserve.kv.bytes"] == 2 * 64
+    cached = {name: value for name, value in transfer.attributes.items() if "cached_tokens" in name}
+    assert cached == {
+        "pdserve.prompt.cached_tokens": 4,
+        "pdserve.prompt.cached_tokens.pool": 3,
+        "pdserve.prompt.cached_tokens.host": 1,
+    }
+    assert compute.attributes["pdserve.prompt.cached_tokens"] == 0
     assert transfer.attributes["pdserve.kv.fallbacks"] == ("nixl",)
     assert [event.name for event in transfer.events] == ["first_landing", "last_landing"]
     assert generate.attributes["gen_ai.usage.output_tokens"] == 2

@@ -211,7 +211,7 @@ async def answer(pair: Pair, prompt: list[int]) -> tuple[list[int], int]:
     async for event in call:
         if event.HasField("outputs"):
             tokens += event.outputs.token_ids
-            num_cached = max(num_cached, event.outputs.num_cached_tokens)
+            num_cached = max(num_cached, event.outputs.cached_tokens.pool)
     return tokens, num_cached
 
 
@@ -228,7 +228,7 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
         honest = msgspec.msgpack.decode(encode_request(generation_request(pair.d, zeros)))
         forged = msgspec.msgpack.encode(honest | {"block_hashes": names, "ignorable": ["block_hashes"]})
         call = WorkerCall(pair.service(pair.d), "decode", forged)
-        cached = [event.outputs.num_cached_tokens async for event in call if event.HasField("outputs")]
+        cached = [event.outputs.cached_tokens.pool async for event in call if event.HasField("outputs")]
         assert cached[0] in (0, 32), "nothing of the victim's, at most its own"
     # tokens of one prompt under the root or the digest of another
     digest = hasher.request_digest(root, full, PROMPT)

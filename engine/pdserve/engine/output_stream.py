@@ -128,6 +128,7 @@ def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput
         prefills_locally=first.prefills_locally,
         moments=first.moments | then.moments,
         prefill_chunks=first.prefill_chunks or then.prefill_chunks,
+        cached_tokens=first.cached_tokens or then.cached_tokens,
         events=first.events + then.events,
         new_logprobs=_joined(first.new_logprobs, then.new_logprobs),
         prompt_logprobs=first.prompt_logprobs,

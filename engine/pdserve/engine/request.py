@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdserve.common.request.cached_tokens import NOTHING_CACHED, CachedTokens
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -104,6 +105,8 @@ class Request:
         """Tokens whose KV is in this engine's pool, without scheduled or announced ones."""
         self.num_cached_tokens = -1
         """Given tokens found in the prefix cache or received, at first admission; -1 before it. Outputs say 0 then."""
+        self._cached_tokens = NOTHING_CACHED
+        """The same by source."""
         self.spec_token_ids: list[int] = []
         """Drafts of the tokens after the last known one."""
         self.block_hashes = list(core.block_hashes)
@@ -179,6 +182,20 @@ class Request:
         if encoder is None:
             return cached
         return max(0, cached - encoder.num_slots) if encoder.is_audio else min(cached, encoder.num_tokens)
+
+    @property
+    def cached_prompt_tokens(self) -> CachedTokens:
+        """`num_cached_prompt_tokens` by source."""
+        return self._cached_tokens.first(self.num_cached_prompt_tokens)
+
+    def found_cached(self, tokens: CachedTokens) -> None:
+        """Note what is cached of its given tokens, at its admission; what of it does not come is found again."""
+        self._cached_tokens, self.num_cached_tokens = tokens, tokens.total
+
+    @property
+    def num_found_in_pool(self) -> int:
+        """Given tokens that the prefix cache had at its admission."""
+        return self._cached_tokens.pool
 
     def lacks_pixels(self, num_computed: int) -> bool:
         """True if the tokens from `num_computed` on are in part an image's whose pixels, or sound whose samples are not here."""
@@ -265,7 +282,7 @@ class Request:
             other.grammar = None if self.grammar is None else self.grammar.fork()
             other.status = RequestStatus.WAITING
             other.num_computed_tokens = self.num_computed_tokens
-            other.num_cached_tokens = self.num_cached_tokens
+            other.found_cached(self._cached_tokens)
             other.moments = dict(self.moments)
             other.prefill_chunks = self.prefill_chunks
             other.wanted_from = self.wanted_from
@@ -311,6 +328,7 @@ class Request:
         self.arrival = self._arrive()
         self.num_overtaken = 0
         self.stop_reason = self.prompt_logprobs = None
+        self.num_cached_tokens, self._cached_tokens = -1, NOTHING_CACHED
         self.has_emitted = False
         self.prefill_chunks = []
         self.events.append(EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"]))

@@ -28,6 +28,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire.messages import (
     block_source_from_wire,
+    cached_tokens_to_wire,
     ended_to_wire,
     moments_to_wire,
     outputs_to_wire,
@@ -132,7 +133,7 @@ class PrefillServicer:
                     raise InternalError(f"the engine ended a pooling request without a vector: {output.finish_reason}")
                 yield prefill_pb2.PoolingResult(
                     values=output.pooling_output,
-                    num_cached_tokens=output.num_cached_tokens,
+                    cached_tokens=cached_tokens_to_wire(output.cached_tokens),
                     moments=_moments(output, _POOLING_MOMENTS),
                 )
         finally:

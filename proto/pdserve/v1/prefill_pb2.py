@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import request_pb2 as pdserve_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x18pdserve/v1/request.proto\"F\n\x07Prefill\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12&\n\x08receiver\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.Receiver\"\x07\n\x05\x45mbed\"_\n\rPoolingResult\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\"H\n\x08Receiver\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12without_draft_head\x18\x03 \x01(\x08\"\xc6\x01\n\x0cPrefillEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12(\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.ComputedH\x00\x12\"\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.EndedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"/\n\x08\x41\x64mitted\x12#\n\x07moments\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\x87\x01\n\x08\x43omputed\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0erequest_digest\x18\x02 \x01(\x0c\x12*\n\rfirst_outputs\x18\x03 \x03(\x0b\x32\x13.pdserve.v1.Outputs\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\xa3\x01\n\x05\x45nded\x12\"\n\x03how\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.Ended.How\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\"B\n\x03How\x12\x13\n\x0fHOW_UNSPECIFIED\x10\x00\x12\x0c\n\x08RELEASED\x10\x01\x12\x0b\n\x07REVOKED\x10\x02\x12\x0b\n\x07\x45XPIRED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x18pdserve/v1/request.proto\"F\n\x07Prefill\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12&\n\x08receiver\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.Receiver\"\x07\n\x05\x45mbed\"u\n\rPoolingResult\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12/\n\rcached_tokens\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.CachedTokens\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\"H\n\x08Receiver\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12without_draft_head\x18\x03 \x01(\x08\"\xc6\x01\n\x0cPrefillEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12(\n\x08\x63omputed\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.ComputedH\x00\x12\"\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.EndedH\x00\x12\x35\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"/\n\x08\x41\x64mitted\x12#\n\x07moments\x18\x01 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\x87\x01\n\x08\x43omputed\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0erequest_digest\x18\x02 \x01(\x0c\x12*\n\rfirst_outputs\x18\x03 \x03(\x0b\x32\x13.pdserve.v1.Outputs\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment\"\xa3\x01\n\x05\x45nded\x12\"\n\x03how\x18\x01 \x01(\x0e\x32\x15.pdserve.v1.Ended.How\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.pdserve.v1.Moment\"B\n\x03How\x12\x13\n\x0fHOW_UNSPECIFIED\x10\x00\x12\x0c\n\x08RELEASED\x10\x01\x12\x0b\n\x07REVOKED\x10\x02\x12\x0b\n\x07\x45XPIRED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMBED']._serialized_start=138
   _globals['_EMBED']._serialized_end=145
   _globals['_POOLINGRESULT']._serialized_start=147
-  _globals['_POOLINGRESULT']._serialized_end=242
-  _globals['_RECEIVER']._serialized_start=244
-  _globals['_RECEIVER']._serialized_end=316
-  _globals['_PREFILLEVENT']._serialized_start=319
-  _globals['_PREFILLEVENT']._serialized_end=517
-  _globals['_ADMITTED']._serialized_start=519
-  _globals['_ADMITTED']._serialized_end=566
-  _globals['_COMPUTED']._serialized_start=569
-  _globals['_COMPUTED']._serialized_end=704
-  _globals['_ENDED']._serialized_start=707
-  _globals['_ENDED']._serialized_end=870
-  _globals['_ENDED_HOW']._serialized_start=804
-  _globals['_ENDED_HOW']._serialized_end=870
+  _globals['_POOLINGRESULT']._serialized_end=264
+  _globals['_RECEIVER']._serialized_start=266
+  _globals['_RECEIVER']._serialized_end=338
+  _globals['_PREFILLEVENT']._serialized_start=341
+  _globals['_PREFILLEVENT']._serialized_end=539
+  _globals['_ADMITTED']._serialized_start=541
+  _globals['_ADMITTED']._serialized_end=588
+  _globals['_COMPUTED']._serialized_start=591
+  _globals['_COMPUTED']._serialized_end=726
+  _globals['_ENDED']._serialized_start=729
+  _globals['_ENDED']._serialized_end=892
+  _globals['_ENDED_HOW']._serialized_start=826
+  _globals['_ENDED_HOW']._serialized_end=892
 # @@protoc_insertion_point(module_scope)

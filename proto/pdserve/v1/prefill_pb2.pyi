@@ -68,13 +68,15 @@ class PoolingResult(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: builtins.int
-    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     MOMENTS_FIELD_NUMBER: builtins.int
-    num_cached_tokens: builtins.int
-    """prompt tokens that needed no computing"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """the embedding: `dimensions` numbers, or the model's hidden size; classes: one per label"""
+
+    @property
+    def cached_tokens(self) -> pdserve.v1.request_pb2.CachedTokens:
+        """of the prompt"""
 
     @property
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]: ...
@@ -82,10 +84,12 @@ class PoolingResult(google.protobuf.message.Message):
         self,
         *,
         values: collections.abc.Iterable[builtins.float] | None = ...,
-        num_cached_tokens: builtins.int = ...,
+        cached_tokens: pdserve.v1.request_pb2.CachedTokens | None = ...,
         moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["moments", b"moments", "num_cached_tokens", b"num_cached_tokens", "values", b"values"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "moments", b"moments", "values", b"values"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PoolingResult: typing_extensions.TypeAlias = PoolingResult

@@ -556,6 +556,37 @@ class PromptLogprobs(google.protobuf.message.Message):
 Global___PromptLogprobs: typing_extensions.TypeAlias = PromptLogprobs
 
 @typing.final
+class CachedTokens(google.protobuf.message.Message):
+    """Prompt tokens that a worker did not have to compute, by the source of their blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    pool: builtins.int
+    """its own prefix cache"""
+    host: builtins.int
+    """its host memory"""
+    store: builtins.int
+    """the store below host memory"""
+    peer: builtins.int
+    """another worker's prefix cache"""
+    def __init__(
+        self,
+        *,
+        pool: builtins.int = ...,
+        host: builtins.int = ...,
+        store: builtins.int = ...,
+        peer: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["host", b"host", "peer", b"peer", "pool", b"pool", "store", b"store"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CachedTokens: typing_extensions.TypeAlias = CachedTokens
+
+@typing.final
 class Outputs(google.protobuf.message.Message):
     """New tokens of one sequence."""
 
@@ -566,7 +597,7 @@ class Outputs(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
-    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     MOMENTS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     index: builtins.int
@@ -576,10 +607,12 @@ class Outputs(google.protobuf.message.Message):
     finish_reason: Global___FinishReason.ValueType
     stop_token_id: builtins.int
     """the stop token that ended the sequence, if one did"""
-    num_cached_tokens: builtins.int
-    """prompt tokens that this worker did not have to compute"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def cached_tokens(self) -> Global___CachedTokens:
+        """of the prompt; with the first output of a sequence or turn"""
+
     @property
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Moment]: ...
     @property
@@ -594,13 +627,13 @@ class Outputs(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_token_id: builtins.int | None = ...,
-        num_cached_tokens: builtins.int = ...,
+        cached_tokens: Global___CachedTokens | None = ...,
         moments: collections.abc.Iterable[Global___Moment] | None = ...,
         logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "logprobs", b"logprobs", "stop_token_id", b"stop_token_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "logprobs", b"logprobs", "stop_token_id", b"stop_token_id"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "first_position", b"first_position", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "num_cached_tokens", b"num_cached_tokens", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_position", b"first_position", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: typing_extensions.TypeAlias = typing.Literal["stop_token_id"]
     _WhichOneofArgType__stop_token_id: typing_extensions.TypeAlias = typing.Literal["_stop_token_id", b"_stop_token_id"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -107,6 +108,7 @@ class Answer:
     error_message: str = ""
     uncached_tokens: int = 0
     num_cached_tokens: int = 0
+    cached_tokens: CachedTokens | None = None
     transfer_unwanted: bool = False
     num_outputs: int = 0
     logprobs: LogprobsLists | None = None
@@ -128,6 +130,9 @@ class Answer:
         self.error_code, self.error_message = output.error_code, output.error_message
         self.uncached_tokens = output.uncached_tokens
         self.num_cached_tokens = output.num_cached_tokens
+        if output.cached_tokens is not None:
+            assert self.cached_tokens is None, "the cached tokens came twice"
+            self.cached_tokens = output.cached_tokens
         self.transfer_unwanted = output.transfer_unwanted
         self.pooling_output = output.pooling_output
         if output.prompt_logprobs is not None:

@@ -9,7 +9,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.wire.messages import block_source_from_wire
 from pdserve.v1.step_stream_pb2 import Fetched, Submission
-from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_client import EngineClient, OnEnded
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.source_reader import SourceReader
 from pdserve.worker.step_stream.step_call import StepCall
@@ -22,6 +22,8 @@ class FetchServicer:
     reader: RequestReader
     sources: SourceReader
     engine: EngineClient
+    on_ended: OnEnded
+    """Called after each request."""
 
     def begin_fetch(self, submission: Submission, call: StepCall) -> None:
         """Raises: as `RequestReader.request` and `EngineClient.verify`; InvalidRequest without a source."""
@@ -41,4 +43,4 @@ class FetchServicer:
             output = await stream.get()
             yield Fetched(num_cached_tokens=output.num_cached_tokens)
         finally:
-            self.engine.release(stream)
+            self.engine.release(stream, self.on_ended)

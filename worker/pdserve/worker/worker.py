@@ -206,7 +206,7 @@ class Worker:
         )
 
     def _add_servicers(self) -> StepStreamServicer:
-        fetches = FetchServicer(self.reader, self.sources, self.engine)
+        fetches = FetchServicer(self.reader, self.sources, self.engine, self.telemetry.fetched)
         handlers = {kind: begin for calls in self._calls.values() for kind, begin in calls.items()}
         step_streams = StepStreamServicer({**handlers, "fetch": fetches.begin_fetch})
         step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(step_streams, self.server)

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.cli.status.status_client import plain
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.router.telemetry.status_view import PhaseView, RequestView
 
 _STYLES = {"router": "blue", "prefill": "yellow", "decode": "green"}
@@ -19,6 +20,12 @@ def count(value: float) -> str:
         if value >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
     return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def by_source(tokens: CachedTokens | None) -> str:
+    """As `64 pool, 32 peer`: the sources that had some; empty without any."""
+    found = {} if tokens is None else tokens.by_source()
+    return ", ".join(f"{count(number)} {source}" for source, number in found.items() if number)
 
 
 def seconds(value: float | None) -> str:

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.cli.status.status_client import StatusClient, plain
-from pdserve.cli.status.status_text import count, legend, meter, one_line_waterfall, outcome, seconds
+from pdserve.cli.status.status_text import by_source, count, legend, meter, one_line_waterfall, outcome, seconds
 from pdserve.common.errors import ConfigError, PeerError
-from pdserve.router.telemetry.status_view import StatusView, WorkerView
+from pdserve.router.telemetry.status_view import MovesView, StatusView, WorkerView
 
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
@@ -131,12 +131,26 @@ def _numbers(status: StatusView) -> list[Text]:
     ]
     if status.sees_all:
         hits = "-" if recent.cached_fraction is None else f"{recent.cached_fraction:.0%}"
+        sources = by_source(recent.cached_tokens)
         transfers = sum(worker.num_remote_kv for worker in status.workers)
         lines.append(
-            f"prefix cache {hits} of prompt tokens, {count(status.num_indexed_blocks)} blocks indexed; "
+            f"prefix cache {hits} of prompt tokens{f' ({sources})' if sources else ''}, "
+            f"{count(status.num_indexed_blocks)} blocks indexed; "
             f"transfers {count(transfers)}, bandwidth estimate {count(status.transfer_bytes_per_s)}B/s"
         )
+        lines.append(_moves(status.moves))
     return [Text(line) for line in lines]
+
+
+def _moves(moves: MovesView) -> str:
+    blocks, requests = (
+        ", ".join(f"{plain(outcome)} {count(number)}" for outcome, number in counts.items()) or "0"
+        for counts in (moves.blocks, moves.requests)
+    )
+    return (
+        f"moves of blocks: {blocks}, {count(moves.block_bytes)}B; of running requests: {requests}, "
+        f"pause p50 {seconds(moves.pause_p50_s)}"
+    )
 
 
 def _workers(workers: list[WorkerView], *, narrow: bool) -> Table:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pdserve.cli.status.status_client import StatusClient, plain
-from pdserve.cli.status.status_text import outcome, seconds, waterfall
+from pdserve.cli.status.status_text import by_source, outcome, seconds, waterfall
 
 
 def show_trace(client: StatusClient, request_id: str) -> None:
@@ -17,7 +17,9 @@ def show_trace(client: StatusClient, request_id: str) -> None:
     console = Console(highlight=False)
     console.print(Text(f"{plain(request.request_id)}  ", style="bold") + outcome(request), soft_wrap=True)
     arrived = datetime.datetime.fromtimestamp(request.arrived_unix_s, datetime.UTC).isoformat(timespec="milliseconds")
-    cached = "" if request.num_cached_tokens is None else f" ({request.num_cached_tokens} cached)"
+    sources = by_source(request.cached_tokens)
+    cached = f"{request.num_cached_tokens} cached" + (f": {sources}" if sources else "")
+    cached = "" if request.num_cached_tokens is None else f" ({cached})"
     lines = [
         f"{request.operation}, arrived {arrived}, {seconds(request.duration_s)}, first token after {seconds(request.ttft_s)}",
         f"{request.num_prompt_tokens} prompt tokens{cached}, {request.num_output_tokens} new",

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.audio import placed
 from pdserve.common.request.block_source import BlockSource
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
@@ -245,6 +246,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """Drafts among them that equalled the sampled token."""
     migration: Migration | None = None
     """Of the last output of a sequence that another worker continues."""
+    cached_tokens: CachedTokens | None = None
+    """With the first output of a sequence or a turn: `num_cached_tokens` by source."""
 
     @property
     def finished(self) -> bool:
@@ -374,6 +377,20 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Adapters that got a slot since start; one that lost its slot and got another counts again."""
     num_lora_evictions: int = 0
     """Adapters that lost their slot to another one."""
+    num_received_tokens: int = 0
+    """Tokens of prompts and earlier output since start whose blocks came from the worker that had computed them for this one."""
+
+    @property
+    def prompt_tokens_by_source(self) -> dict[str, int]:
+        """Source -> prompt tokens since start; the sources are `PROMPT_TOKEN_SOURCES`."""
+        cached = CachedTokens(
+            pool=self.prefix_cache_hits,
+            host=self.external_prefix_cache_hits,
+            store=self.store_prefix_cache_hits,
+            peer=self.peer_prefix_cache_hits,
+        )
+        others = {"transfer": self.num_received_tokens, "computed": self.num_computed_prompt_tokens}
+        return cached.by_source() | others
 
     @property
     def kv_cache_usage(self) -> float:

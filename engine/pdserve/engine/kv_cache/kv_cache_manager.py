@@ -345,12 +345,14 @@ class KVCacheManager:
             self.pool.num_shapes, ((source.shape, source.row, target.row) for source, target in copies)
         )
 
-    def count_lookup(self, request: Request, queried_tokens: int, hit_tokens: int) -> None:
-        """Prefix cache statistics, once per admission; no effect where the cache is not looked into, as in vLLM."""
+    def count_lookup(self, request: Request, hit_tokens: int) -> None:
+        """Prefix cache statistics of an admission, before `Request.found_cached`; no effect where the cache is not looked into,
+        as in vLLM. A sequence that is admitted again, since not all of its blocks came, adds only what it finds more."""
         if not self.pool.enables_caching or request.skip_reading_prefix_cache:
             return
-        self.num_queried_tokens += queried_tokens
-        self.num_hit_tokens += hit_tokens
+        if request.num_cached_tokens < 0:
+            self.num_queried_tokens += request.num_given_tokens
+        self.num_hit_tokens += max(0, hit_tokens - request.num_found_in_pool)
 
     def remember_computed(self, request: Request) -> None:
         """Add the sequence's full computed blocks to the prefix cache; hashes blocks that output has filled."""

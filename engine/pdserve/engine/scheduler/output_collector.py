@@ -69,6 +69,8 @@ class OutputCollector:
         if status is not None or not request.has_emitted:
             output.moments = dict(request.moments)
             output.prefill_chunks = request.prefill_chunks
+        if not request.has_emitted:
+            output.cached_tokens = request.cached_prompt_tokens
         request.has_emitted = True
         output.finish_reason = None if status is None else FINISH_REASONS[status]
         output.awaits_input = awaits_input

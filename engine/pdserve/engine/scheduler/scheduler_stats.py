@@ -60,4 +60,5 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         loaded_loras=tuple(slots.loaded),
         num_lora_loads=slots.num_loads,
         num_lora_evictions=slots.num_evictions,
+        num_received_tokens=scheduler.receives.num_received_tokens,
     )

@@ -39,6 +39,8 @@ class Load:
     names: tuple[bytes, ...]
     slots: dict[int, Slot]
     """By number in `names`, of the blocks that host memory has; the store has the others."""
+    num_in_host: int
+    """Blocks of the sequence that host memory has, without those in the pool."""
     num_stored: int
     """Blocks of the sequence of which the store has a part."""
     was_preempted: bool
@@ -225,6 +227,7 @@ class TierLoads:
             self._holds.out(self._kv.hold_places(request, in_tiers.places)),
             in_tiers.names,
             dict(zip(numbers, slots, strict=True)),
+            len(in_tiers) - in_tiers.num_stored,
             in_tiers.num_stored,
             request.status is RequestStatus.PREEMPTED,
         )
@@ -234,11 +237,19 @@ class TierLoads:
         self.num_parked += _num_parked(request)
         return added
 
-    def count_lookup(self, num_queried_tokens: int, in_tiers: InTiers) -> None:
+    def count_lookup(self, num_queried_tokens: int) -> None:
         """Statistics of host memory, once per admission. num_queried_tokens: those that the pool did not have."""
         if self._tier is not None:
             self._tier.num_queried_tokens += num_queried_tokens
-            self._tier.num_hit_tokens += (len(in_tiers) - in_tiers.num_stored) * self._kv.block_size
+
+    def _count_hits(self, load: Load) -> None:
+        """Statistics of the load of a sequence's first admission."""
+        if load.was_preempted:
+            return
+        if self._tier is not None:
+            self._tier.num_hit_tokens += load.num_in_host * self._kv.block_size
+        if self._store is not None:
+            self._store.num_hit_tokens += load.num_stored * self._kv.block_size
 
     def fill(self, output: SchedulerOutput) -> None:
         """Add the copies to and from the tiers that precede a step."""
@@ -281,6 +292,7 @@ class TierLoads:
             if not is_whole:
                 waited.append(NotLoaded(request, load.was_preempted))
                 continue
+            self._count_hits(load)
             self._kv.remember_loaded(request, load.num_blocks)
             request.num_computed_tokens = load.num_blocks * self._kv.block_size
             waited.append(request)
@@ -295,7 +307,6 @@ class TierLoads:
         self._read_times.add(len(names), time.monotonic() - load.began_at)
         if end.is_whole:
             self._store.num_read += len(names)
-            self._store.num_hit_tokens += load.num_stored * self._kv.block_size
         else:
             # of other ranks it is only known that they lack some
             self._kv.pool.forget_stored(self._store.failed(end.lost or names))

@@ -10,9 +10,15 @@ import msgspec
 from google.protobuf.message import Message
 
 from pdserve.common.errors import PeerError
+from pdserve.common.request.cached_tokens import NOTHING_CACHED, CachedTokens
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire.messages import finish_reason_from_wire, logprobs_from_wire, moments_from_wire
+from pdserve.common.request.wire.messages import (
+    cached_tokens_from_wire,
+    finish_reason_from_wire,
+    logprobs_from_wire,
+    moments_from_wire,
+)
 from pdserve.common.security.peer_message import parsed
 from pdserve.router.attempts.worker_errors import believed
 from pdserve.router.workers.call_failure import CallFailed
@@ -40,7 +46,7 @@ class Outputs(msgspec.Struct, gc=False):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    num_cached_tokens: int = 0
+    cached_tokens: CachedTokens = NOTHING_CACHED
     moments: Moments = _NO_MOMENTS
     logprobs: LogprobsLists | None = None
 
@@ -227,7 +233,7 @@ class CallReader(abc.ABC, Generic[M, E]):
             list(message.token_ids),
             finish_reason_from_wire(message.finish_reason),
             message.stop_token_id if message.HasField("stop_token_id") else None,
-            message.num_cached_tokens,
+            cached_tokens_from_wire(message.cached_tokens) if message.HasField("cached_tokens") else NOTHING_CACHED,
             moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
             self._logprobs(message.logprobs, message.token_ids) if message.HasField("logprobs") else None,
         )

@@ -8,8 +8,9 @@ from array import array
 import msgspec
 
 from pdserve.common.errors import PeerError
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire.messages import moments_from_wire
+from pdserve.common.request.wire.messages import cached_tokens_from_wire, moments_from_wire
 from pdserve.router.attempts.call_events import CallReader, Moments, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import WorkerCall, block_source
@@ -23,7 +24,7 @@ class Embedded(msgspec.Struct):
 
     values: array[float]
     """float32, packed, which takes an eighth of the memory of a list."""
-    num_cached_tokens: int
+    cached_tokens: CachedTokens
     moments: Moments
 
 
@@ -62,6 +63,4 @@ class _PoolingReader(CallReader[prefill_pb2.PoolingResult, Embedded]):
         values = array("f", message.values)
         if not all(map(math.isfinite, values)):
             raise PeerError(f"worker {worker} sent numbers that are not finite")
-        return Embedded(
-            values, min(message.num_cached_tokens, identity.max_model_len), moments_from_wire(message.moments)
-        )
+        return Embedded(values, cached_tokens_from_wire(message.cached_tokens), moments_from_wire(message.moments))

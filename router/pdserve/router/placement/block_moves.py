@@ -76,6 +76,12 @@ class BlockMoves:
         self._measured_at = 0.0
         self.num_ended: Counter[str] = Counter()
         """Moves by `MOVE_OUTCOMES`."""
+        self.num_bytes = 0
+        """Bytes of moves that brought their blocks, as they were placed."""
+
+    def counts(self) -> dict[str, int]:
+        """Outcome -> moves that have ended, for each of `MOVE_OUTCOMES`."""
+        return {outcome: self.num_ended[outcome] for outcome in MOVE_OUTCOMES}
 
     def with_moves(self, candidates: Sequence[Candidate], sources: Iterable[Candidate]) -> list[Candidate]:
         """The candidates with the move that each would make. sources: workers of both roles to which nothing has happened."""
@@ -104,7 +110,7 @@ class BlockMoves:
     ) -> BlockMove | None:
         """rate: of who computes them otherwise, tokens per second; 0: unknown."""
         layout = reader.identity.layout
-        num_bytes = _moved_bytes(layout, have, have + num_blocks)
+        num_bytes = round(_moved_bytes(layout, have, have + num_blocks))
         base_s = self._expected_s(num_bytes)
         move_s = base_s * (1 + self._spread)
         compute_s = num_blocks * layout.block_size / rate if rate else None
@@ -132,6 +138,7 @@ class BlockMoves:
             self._learn(move, seconds)
             is_faster = move.compute_s is not None and seconds < move.compute_s
             self.num_ended["faster" if is_faster else "slower"] += 1
+            self.num_bytes += move.num_bytes
         elif num_cached_tokens >= move.num_tokens:
             self.num_ended["unneeded"] += 1
         else:

@@ -76,7 +76,8 @@ class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
     source: RemoteWorker
     num_blocks: int
     """Places of the prompt that the source has and the reader has not, by their reports."""
-    num_bytes: float
+    num_bytes: int
+    """Of the blocks in these places."""
     num_tokens: int
     """Tokens of the prompt's beginning that the reader has afterwards."""
     base_s: float

@@ -101,7 +101,7 @@ class Inference:
             lambda: self.admission.num_requests,
             fleet.counts,
             lambda: len(index),
-            lambda: self.selector.moves.num_ended,
+            self.selector.moves,
             lambda: self.role_switching.num_changes,
         )
 

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, NotFound
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.status_view import MAX_SLOWEST, PhaseView, RecentView, RequestView
@@ -51,7 +52,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeline: Timeline | None
     num_prompts: int
     num_prompt_tokens: int
-    num_cached_tokens: int
+    cached_tokens: CachedTokens
     num_output_tokens: int
     num_attempts: int
     prefill: str
@@ -69,7 +70,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
             timeline=last.timeline if last is not None else None,
             num_prompts=len(runs),
             num_prompt_tokens=sum(run.num_prompt_tokens for run in runs),
-            num_cached_tokens=sum(run.num_cached_tokens for run in runs),
+            cached_tokens=CachedTokens.sum(run.cached_tokens for run in runs),
             num_output_tokens=sum(run.num_output_tokens for run in runs),
             num_attempts=last.num_attempts if last is not None else 0,
             prefill=last.prefill if last is not None else "",
@@ -104,7 +105,8 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
             ttft_s=self.timeline.ttft_s if self.timeline is not None else None,
             num_prompts=self.num_prompts,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens if sees_all else None,
+            num_cached_tokens=self.cached_tokens.total if sees_all else None,
+            cached_tokens=self.cached_tokens if sees_all else None,
             num_output_tokens=self.num_output_tokens,
             num_attempts=self.num_attempts,
             prefill=self.prefill if sees_all else "",
@@ -224,7 +226,7 @@ class RequestLog:
         window_s = max(window_s, 1.0)
         seen = self._seen(client, window_s)
         num_prompt_tokens = sum(each.num_prompt_tokens for each in seen)
-        num_cached_tokens = sum(each.num_cached_tokens for each in seen)
+        cached = CachedTokens.sum(each.cached_tokens for each in seen)
         ttfts = sorted(ttft for each in seen if each.timeline and (ttft := each.timeline.ttft_s) is not None)
         durations = sorted(each.duration_s for each in seen if not each.has_failed and not each.client_left)
         return RecentView(
@@ -234,7 +236,9 @@ class RequestLog:
             failed_per_s=sum(each.has_failed for each in seen) / window_s,
             prompt_tokens_per_s=num_prompt_tokens / window_s,
             output_tokens_per_s=sum(each.num_output_tokens for each in seen) / window_s,
-            cached_fraction=num_cached_tokens / num_prompt_tokens if num_prompt_tokens and client.sees_all else None,
+            num_prompt_tokens=num_prompt_tokens,
+            cached_fraction=cached.total / num_prompt_tokens if num_prompt_tokens and client.sees_all else None,
+            cached_tokens=cached if client.sees_all else None,
             ttft_p50_s=_percentile(ttfts, 0.5),
             ttft_p95_s=_percentile(ttfts, 0.95),
             duration_p50_s=_percentile(durations, 0.5),

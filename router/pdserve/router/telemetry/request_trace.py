@@ -17,6 +17,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InternalError, NeedsPrefill, PdServeError
+from pdserve.common.request.cached_tokens import NOTHING_CACHED, CachedTokens
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.trace_headers import TRACEPARENT
@@ -92,12 +93,14 @@ class RequestTrace:
     def _end_span(self, span: OpenSpan, now: int) -> None:
         errors = [run.cause for run in self.runs if run.cause is not None]
         end = max((run.end_unix_ns(now) for run in self.runs), default=now)
+        cached = CachedTokens.sum(run.cached_tokens for run in self.runs)
         attributes: dict[str, Attribute] = {
             "gen_ai.usage.input_tokens": sum(run.num_prompt_tokens for run in self.runs),
             "gen_ai.usage.output_tokens": sum(run.num_output_tokens for run in self.runs),
-            "gen_ai.usage.cache_read.input_tokens": sum(run.num_cached_tokens for run in self.runs),
+            "gen_ai.usage.cache_read.input_tokens": cached.total,
             "gen_ai.response.finish_reasons": [run.finish_reason or "error" for run in self.runs],
         }
+        attributes |= cached.span_attributes
         if self.runs:
             timeline = self.runs[0].timeline
             if timeline.ttft_s is not None:
@@ -117,7 +120,8 @@ class PromptTrace:
         """The timeout that aborts the prompt; its expiry is the reason of an abort without another cause."""
         self.finish_reason: str | None = None
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.cached_tokens = NOTHING_CACHED
+        """At most `num_prompt_tokens`, whatever a worker says."""
         self.num_output_tokens = 0
         self.num_attempts = 0
         self.prefill = ""
@@ -220,23 +224,21 @@ class PromptTrace:
 
     def migrated(self, pause_s: float | None) -> None:
         """Count a sequence that another worker was to continue. pause_s: until its first token there; None: there was none."""
-        self._metrics.migrations.labels("failed" if pause_s is None else "moved").inc()
-        if pause_s is not None:
-            self._metrics.migration_pause_seconds.observe(pause_s)
+        self._metrics.migrated(pause_s)
 
-    def relayed(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
+    def relayed(self, index: int, num_tokens: int, cached_tokens: CachedTokens) -> None:
         """Record new tokens of a sequence that were sent to the client."""
         now = time.monotonic()
         if not self.num_output_tokens:
-            self.num_cached_tokens = num_cached_tokens
+            self.cached_tokens = cached_tokens.first(self.num_prompt_tokens)
         if num_tokens and (before := self._tokens_at.get(index)) is not None:
             self._metrics.itl_seconds.observe((now - before) / num_tokens, num_tokens)
         self._tokens_at[index] = now
         self.num_output_tokens += num_tokens
 
-    def embedded(self, num_cached_tokens: int) -> None:
+    def embedded(self, cached_tokens: CachedTokens) -> None:
         """Record the prompt's embedding, which ends it without a token."""
-        self.num_cached_tokens = num_cached_tokens
+        self.cached_tokens = cached_tokens.first(self.num_prompt_tokens)
         self.finish_reason = str(FinishReason.STOP)
 
     def count(self, now: int) -> None:
@@ -246,7 +248,8 @@ class PromptTrace:
         metrics.output_tokens.inc(self.num_output_tokens)
         if self.num_output_tokens or cause is None:
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
-            metrics.cached_tokens.inc(self.num_cached_tokens)
+            for source, num_tokens in self.cached_tokens.by_source().items():
+                metrics.cached_tokens[source].inc(num_tokens)
         if (ttft_s := self.timeline.ttft_s) is not None:
             metrics.ttft_seconds.observe(ttft_s)
         if cause is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -10,15 +12,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from pdserve.common.errors import Cancelled, PdServeError
+from pdserve.common.request.cached_tokens import CACHED_SOURCES
 from pdserve.common.telemetry.loop_histogram import LoopHistogram
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.placement.block_moves import MOVE_OUTCOMES
+from pdserve.router.placement.block_moves import MOVE_OUTCOMES, BlockMoves
 from pdserve.router.placement.role_switching import CHANGE_OUTCOMES
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 
 MIGRATION_OUTCOMES = ("moved", "failed")
 """The next worker continued it; or it was resumed as after a death."""
+_KEPT_PAUSES = 256
+"""Of sequences that moved, for the median."""
 
 
 class RouterMetrics:
@@ -30,12 +35,12 @@ class RouterMetrics:
         num_requests: Callable[[], int],
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
-        num_moves: Callable[[], Mapping[str, int]] = dict,
+        moves: BlockMoves | None = None,
         num_role_changes: Callable[[], Mapping[tuple[str, str], int]] = dict,
     ) -> None:
         """num_requests: returns the prompts in the router. worker_counts: returns role -> state -> number of workers.
-        num_indexed_blocks: returns the number of block hashes in the prefix index. num_moves: returns outcome -> moves of cached
-        blocks that have ended. num_role_changes: returns (role, outcome) -> changes of role that the router has asked for.
+        num_indexed_blocks: returns the number of block hashes in the prefix index. moves: of cached blocks; None counts none.
+        num_role_changes: returns (role, outcome) -> changes of role that the router has asked for.
         """
 
         def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
@@ -72,6 +77,7 @@ class RouterMetrics:
             "From a sequence's last token at one decode worker to its first at the next.",
             buckets=TOKEN_BUCKETS_S,
         )
+        self._pauses_s: deque[float] = deque(maxlen=_KEPT_PAUSES)
         self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
         self.resumes_with_other_sampler = count(
             "pdserve_resumes_with_other_sampler_total",
@@ -84,18 +90,25 @@ class RouterMetrics:
             count("pdserve_lora_requests_total", "Prompts with a LoRA adapter, by adapter.", "adapter")
         )
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
-        self.cached_tokens = count(
-            "pdserve_cached_prompt_tokens_total", "The part of the prompt tokens that needed no computing."
+        cached_tokens = count(
+            "pdserve_cached_prompt_tokens_total",
+            "The part of the prompt tokens that needed no computing, by the source of their blocks.",
+            "source",
         )
+        self.cached_tokens = {source: cached_tokens.labels(source) for source in CACHED_SOURCES}
+        """Source -> its counter."""
         self.output_tokens = count("pdserve_output_tokens_total", "Tokens sent to clients.")
 
         def states() -> Iterable[Metric]:
             in_flight, indexed = num_requests(), num_indexed_blocks()
             yield GaugeMetricFamily("pdserve_requests_in_flight", "Prompts in the router now.", value=in_flight)
             yield GaugeMetricFamily("pdserve_indexed_blocks", "Block hashes in the prefix index.", value=indexed)
-            moves = dict.fromkeys(MOVE_OUTCOMES, 0) | dict(num_moves())
+            moved = dict.fromkeys(MOVE_OUTCOMES, 0) if moves is None else moves.counts()
             meaning = "Moves of cached blocks to the worker that computes a prompt, by outcome."
-            yield by_label(CounterMetricFamily, "pdserve_block_moves", meaning, ["outcome"], moves)
+            yield by_label(CounterMetricFamily, "pdserve_block_moves", meaning, ["outcome"], moved)
+            meaning = "Bytes of the moves that brought their blocks, as they were placed."
+            num_bytes = 0 if moves is None else moves.num_bytes
+            yield CounterMetricFamily("pdserve_block_move_bytes", meaning, value=num_bytes)
             pairs = [(role.value, outcome) for role in WorkerRole for outcome in CHANGE_OUTCOMES]
             changes = dict.fromkeys(pairs, 0) | dict(num_role_changes())
             meaning = "Changes of a worker's role that this router has asked for by itself, by role and outcome."
@@ -111,10 +124,32 @@ class RouterMetrics:
         if not isinstance(error, Cancelled):
             self.errors.labels(error.code).inc()
 
+    def migrated(self, pause_s: float | None) -> None:
+        """Count a sequence that another worker was to continue. pause_s: as of `PromptTrace.migrated`."""
+        self.migrations.labels("failed" if pause_s is None else "moved").inc()
+        if pause_s is not None:
+            self.migration_pause_seconds.observe(pause_s)
+            self._pauses_s.append(pause_s)
+
+    @property
+    def median_migration_pause_s(self) -> float | None:
+        """Of the last sequences that moved; None without any."""
+        return statistics.median(self._pauses_s) if self._pauses_s else None
+
     def error_counts(self) -> dict[str, int]:
         """Error's code -> requests since the start."""
-        samples = (sample for family in self.errors.collect() for sample in family.samples)
-        return {sample.labels["code"]: int(sample.value) for sample in samples}
+        return _counts(self.errors, "code")
+
+    def migration_counts(self) -> dict[str, int]:
+        """Outcome -> sequences that another worker was to continue, since the start."""
+        return _counts(self.migrations, "outcome")
+
+
+def _counts(counter: Counter, label: str) -> dict[str, int]:
+    """Value of its only label -> count."""
+    # a counter also has samples of the times at which its series began
+    samples = (sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total"))
+    return {sample.labels[label]: int(sample.value) for sample in samples}
 
 
 MAX_ADAPTER_SERIES = 128

@@ -21,6 +21,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.telemetry.metrics import Exposition, Families, by_label
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.timeline import now_unix_ns
+from pdserve.router.placement.block_moves import BlockMoves
 from pdserve.router.telemetry.request_log import AskedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
@@ -39,7 +40,7 @@ class RouterTelemetry(ServiceTelemetry):
         num_requests: Callable[[], int],
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
-        num_moves: Callable[[], Mapping[str, int]],
+        moves: BlockMoves,
         num_role_changes: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
         """Raises: ConfigError for an audit log that cannot be written."""
@@ -47,7 +48,7 @@ class RouterTelemetry(ServiceTelemetry):
         self._model = model
         self._trusts_strangers = settings.trusts_trace_headers()
         self.metrics = RouterMetrics(
-            self._registry, num_requests, worker_counts, num_indexed_blocks, num_moves, num_role_changes
+            self._registry, num_requests, worker_counts, num_indexed_blocks, moves, num_role_changes
         )
         self._key_registry = CollectorRegistry()
         self.key_metrics = KeyMetrics(self._key_registry)
@@ -139,7 +140,7 @@ class RouterTelemetry(ServiceTelemetry):
             self.key_metrics.ended(client, run.outcome)
             if run.num_output_tokens or run.cause is None:
                 self.key_metrics.used(
-                    client, prompt=run.num_prompt_tokens, cached=run.num_cached_tokens, output=run.num_output_tokens
+                    client, prompt=run.num_prompt_tokens, cached=run.cached_tokens.total, output=run.num_output_tokens
                 )
         cause = next((run.cause for run in record.runs if run.cause is not None), None)
         self.audit.request(
@@ -149,7 +150,7 @@ class RouterTelemetry(ServiceTelemetry):
             num_prompts=len(record.runs),
             num_prompt_tokens=sum(run.num_prompt_tokens for run in record.runs),
             num_output_tokens=sum(run.num_output_tokens for run in record.runs),
-            num_cached_tokens=sum(run.num_cached_tokens for run in record.runs),
+            num_cached_tokens=sum(run.cached_tokens.total for run in record.runs),
             outcome=record.runs[0].outcome if cause is None else cause.code,
             status=200 if cause is None else cause.http_status,
             duration_s=(now_unix_ns() - record.started_unix_ns) / 1e9,

@@ -18,6 +18,7 @@ from pdserve.router.telemetry.status_view import (
     MAX_TENANTS,
     MAX_WORKERS,
     AdmissionView,
+    MovesView,
     QueueView,
     StatusView,
     TenantView,
@@ -112,6 +113,12 @@ def status_of(
         errors=telemetry.metrics.error_counts(),
         num_indexed_blocks=selector.num_indexed_blocks,
         transfer_bytes_per_s=selector.bandwidth.bytes_per_s,
+        moves=MovesView(
+            blocks=selector.moves.counts(),
+            block_bytes=selector.moves.num_bytes,
+            requests=telemetry.metrics.migration_counts(),
+            pause_p50_s=telemetry.metrics.median_migration_pause_s,
+        ),
     )
 
 

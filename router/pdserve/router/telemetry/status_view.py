@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.common.request.cached_tokens import CachedTokens
+
 MAX_WORKERS = 256
 MAX_TENANTS = 32
 MAX_SLOWEST = 10
@@ -46,6 +48,8 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int | None = None
     """Only for operators: the cache may be shared with other tenants."""
+    cached_tokens: CachedTokens | None = None
+    """These by source; likewise."""
     num_output_tokens: int = 0
     num_attempts: int = 0
     """Attempts of the prompt that ended last; phases and workers are those of its last attempt."""
@@ -133,10 +137,26 @@ class RecentView(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float = 0.0
     cached_fraction: float | None = None
     """Cached prompt tokens over prompt tokens; None for users, and without prompt tokens."""
+    num_prompt_tokens: int = 0
+    cached_tokens: CachedTokens | None = None
+    """Of the prompt tokens, those that needed no computing, by source; None for users."""
     ttft_p50_s: float | None = None
     ttft_p95_s: float | None = None
     duration_p50_s: float | None = None
     duration_p95_s: float | None = None
+
+
+class MovesView(msgspec.Struct, frozen=True, kw_only=True):
+    """What moved between workers since the router's start."""
+
+    blocks: dict[str, int] = {}
+    """Outcome -> reads of another worker's cached blocks for a prompt; the outcomes of `pdserve_block_moves_total`."""
+    block_bytes: int = 0
+    """Of those that brought their blocks, as they were placed."""
+    requests: dict[str, int] = {}
+    """Outcome -> running sequences that another decode worker was to continue; the outcomes of `pdserve_migrations_total`."""
+    pause_p50_s: float | None = None
+    """Median of the last pauses of sequences that moved; None without any."""
 
 
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,3 +189,4 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """Block hashes in the prefix index."""
     transfer_bytes_per_s: float = 0.0
     """Estimated bandwidth of KV transfers."""
+    moves: MovesView = MovesView()

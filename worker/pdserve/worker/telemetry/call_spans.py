@@ -27,7 +27,7 @@ def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes:
         match stage.name:
             case "prefill.compute":
                 attributes["pdserve.prompt.tokens"] = len(record.request.prompt_token_ids)
-                attributes["pdserve.prompt.cached_tokens"] = record.num_cached_tokens
+                _describe_cached(record, attributes)
                 events = [
                     Event("chunk", to_unix_ns(at), {"pdserve.chunk.tokens": num_tokens})
                     for at, num_tokens in record.prefill_chunks
@@ -49,6 +49,11 @@ def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes:
         )
 
 
+def _describe_cached(record: CallStats, attributes: dict[str, Attribute]) -> None:
+    attributes["pdserve.prompt.cached_tokens"] = record.cached_tokens.total
+    attributes |= record.cached_tokens.span_attributes
+
+
 def _describe_transfer(
     record: CallStats, block_bytes: int, attributes: dict[str, Attribute], events: list[Event]
 ) -> None:
@@ -59,7 +64,7 @@ def _describe_transfer(
         attributes["pdserve.kv.blocks_wanted"] = transfer.num_blocks
         attributes["pdserve.kv.blocks"] = transfer.num_landed
         attributes["pdserve.kv.bytes"] = transfer.num_landed * block_bytes
-    attributes["pdserve.prompt.cached_tokens"] = record.num_cached_tokens
+    _describe_cached(record, attributes)
     for name, moment in (("first_landing", "kv_first_landed"), ("last_landing", "kv_landed")):
         if moment in record.moments:
             events.append(Event(name, to_unix_ns(record.moments[moment])))

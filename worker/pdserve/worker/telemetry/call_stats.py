@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from pdserve.common.errors import Cancelled, InternalError, PdServeError
+from pdserve.common.request.cached_tokens import NOTHING_CACHED
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -62,11 +63,11 @@ class CallStats:
         self.call = call
         self.request = request
         self.transfer: ReceivedBlocks | None = None
-        """The transfer of a decode call whose KV comes from another worker, once it is closed; else None."""
+        """The transfer of a call whose KV, or a part of it, comes from another worker, once it is closed; else None."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}
         self.prefill_chunks: list[tuple[float, int]] = []
         self.num_output_tokens = 0
-        self.num_cached_tokens = 0
+        self.cached_tokens = NOTHING_CACHED
         self.num_preemptions = 0
         self._drafted: dict[int, tuple[int, int]] = {}
         """Sequence -> its drafts so far, and those that were accepted."""
@@ -103,8 +104,8 @@ class CallStats:
             self.moments.update(output.moments)
         if output.prefill_chunks:
             self.prefill_chunks = output.prefill_chunks
-        if output.num_cached_tokens > self.num_cached_tokens:
-            self.num_cached_tokens = output.num_cached_tokens
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
         if output.num_preemptions > self.num_preemptions:
             self.num_preemptions = output.num_preemptions
         if output.num_draft_tokens:

@@ -14,6 +14,7 @@ from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_lab
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.telemetry.call_stats import CallStats
+from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
 from pdserve.worker.worker_roles import WorkerRoles
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
@@ -63,12 +64,20 @@ class WorkerMetrics:
         for stage in record.stages():
             if stage.cause is None and stage.name in self._stages:
                 self._stages[stage.name].observe(stage.end - stage.start)
-            elif stage.name == "kv.transfer" and record.transfer is not None and record.transfer.connector_name:
-                connector, num_blocks = record.transfer.connector_name, record.transfer.num_landed
-                self._transfer_blocks.labels(connector).inc(num_blocks)
-                self._transfer_bytes.labels(connector).inc(num_blocks * self._block_bytes)
-                if stage.cause is None:
-                    self._transfer.labels(connector).observe(stage.end - stage.start)
+            elif (
+                stage.name == "kv.transfer"
+                and stage.cause is None
+                and record.transfer
+                and record.transfer.connector_name
+            ):
+                self._transfer.labels(record.transfer.connector_name).observe(stage.end - stage.start)
+        self.received(record.transfer)
+
+    def received(self, transfer: ReceivedBlocks | None) -> None:
+        """Count the blocks that have come from another worker."""
+        if transfer is not None and (connector := transfer.connector_name):
+            self._transfer_blocks.labels(connector).inc(transfer.num_landed)
+            self._transfer_bytes.labels(connector).inc(transfer.num_landed * self._block_bytes)
 
 
 def _state(identity: WorkerIdentity, engine: EngineClient, roles: WorkerRoles) -> Iterable[Metric]:
@@ -113,6 +122,9 @@ def _state(identity: WorkerIdentity, engine: EngineClient, roles: WorkerRoles) -
     layer_s = {str(layer): layer_s for layer, layer_s in enumerate(engine.step_totals.layer_s)}
     meaning = "Time of the model's layers, by layer."
     yield by_label(CounterMetricFamily, "pdserve_layer_seconds", meaning, ["layer"], layer_s)
+    meaning = "Prompt tokens, by the source of their KV."
+    tokens = stats.prompt_tokens_by_source
+    yield by_label(CounterMetricFamily, "pdserve_prompt_tokens_by_source", meaning, ["source"], tokens)
     meaning = "Ended KV transfers, by outcome."
     yield by_label(CounterMetricFamily, "pdserve_kv_transfers", meaning, ["role", "outcome"], transfers.num_ended)
     for name, meaning, value in (
@@ -135,24 +147,16 @@ def _state(identity: WorkerIdentity, engine: EngineClient, roles: WorkerRoles) -
         ("pdserve_scheduled_tokens", "Tokens of these steps.", stats.num_scheduled_tokens),
         ("pdserve_dropped_events", "Late, repeated and unknown events in the engine.", stats.num_dropped_events),
         ("pdserve_preemptions", "Sequences that lost their blocks to others.", stats.num_preemptions),
-        ("pdserve_prompt_tokens_computed", "Prompt tokens computed here.", stats.num_computed_prompt_tokens),
         ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
          stats.prefix_cache_queries),
-        ("pdserve_prefix_hit_tokens", "The part of the queried tokens that were cached.", stats.prefix_cache_hits),
         ("pdserve_external_prefix_queried_tokens", "Prompt tokens looked up in host memory, since the pool lacked them.",
          stats.external_prefix_cache_queries),
-        ("pdserve_external_prefix_hit_tokens", "The part of these tokens that was in host memory.",
-         stats.external_prefix_cache_hits),
         ("pdserve_peer_prefix_queried_tokens", "Prompt tokens whose blocks were asked for at another worker.",
          stats.peer_prefix_cache_queries),
-        ("pdserve_peer_prefix_hit_tokens", "The part of these tokens whose blocks came from there.",
-         stats.peer_prefix_cache_hits),
         ("pdserve_kv_host_blocks_stored", "KV blocks copied to host memory.", stats.num_host_blocks_stored),
         ("pdserve_kv_host_blocks_loaded", "KV blocks loaded from host memory.", stats.num_host_blocks_loaded),
         ("pdserve_kv_host_blocks_evicted", "KV blocks that others displaced from host memory.",
          stats.num_host_blocks_evicted),
-        ("pdserve_store_prefix_hit_tokens", "Prompt tokens whose blocks came from the store below host memory.",
-         stats.store_prefix_cache_hits),
         ("pdserve_kv_store_blocks_written", "KV blocks written to the store.", stats.num_store_blocks_written),
         ("pdserve_kv_store_blocks_read", "KV blocks read from the store.", stats.num_store_blocks_read),
         ("pdserve_kv_store_blocks_failed", "KV blocks that the store did not have as they were written.",

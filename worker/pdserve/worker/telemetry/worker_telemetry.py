@@ -7,7 +7,7 @@ import logging
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.worker_identity import WorkerIdentity
-from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_client import EngineClient, RequestEnd
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 from pdserve.worker.worker_roles import WorkerRoles
@@ -26,6 +26,10 @@ class WorkerTelemetry(ServiceTelemetry):
     def call(self, call: Call, request: EngineCoreRequest) -> CallStats:
         """Begin the record of a call, or of a session's turn."""
         return CallStats(call, request, self._closed)
+
+    def fetched(self, end: RequestEnd) -> None:
+        """Count the blocks of a request that only fetches."""
+        self._metrics.received(end.received)
 
     def _closed(self, record: CallStats) -> None:
         self._metrics.call(record)

@@ -208,6 +208,8 @@ class WorkerTransfers:
             self._expect(request, transfer)
         if request.block_source is not None:
             self.manager.fetch(request, request.block_source)
+            if (receiver := self.manager.transfer(request.request_id)) is not None:
+                self._receivers[request.request_id] = receiver
 
     def _expect(self, request: EngineCoreRequest, expected: ExpectedTransfer) -> None:
         self.manager.verify_new(request.request_id)

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.common.errors import PdServeError, PeerError
 from pdserve.common.kv_layout import BlockShape, KvLayout
 from pdserve.common.request.block_source import BlockSource
+from pdserve.common.request.cached_tokens import CACHED_SOURCES, CachedTokens
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.timeline import to_unix_ns
 from pdserve.common.worker_identity import WorkerRole
@@ -109,6 +110,14 @@ def prompt_logprobs_to_wire(
         yield request_pb2.PromptLogprobs(first_position=first_position + start, logprobs=piece)
 
 
+def cached_tokens_to_wire(tokens: CachedTokens | None) -> request_pb2.CachedTokens | None:
+    return request_pb2.CachedTokens(**tokens.by_source()) if tokens is not None and tokens.total else None
+
+
+def cached_tokens_from_wire(message: request_pb2.CachedTokens) -> CachedTokens:
+    return CachedTokens(**{source: getattr(message, source) for source in CACHED_SOURCES})
+
+
 def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:
     """moment_names: the engine's moment -> the timeline's moments for it."""
     moments = {wire: at for name, at in output.moments.items() for wire in moment_names.get(name, ())}
@@ -118,7 +127,7 @@ def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[s
         token_ids=output.new_token_ids,
         finish_reason=finish_reason_to_wire(output.finish_reason),
         stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
-        num_cached_tokens=output.num_cached_tokens,
+        cached_tokens=cached_tokens_to_wire(output.cached_tokens),
         moments=moments_to_wire(moments) if moments else (),
         logprobs=logprobs_to_wire(output.new_logprobs),
     )

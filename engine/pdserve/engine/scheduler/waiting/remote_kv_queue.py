@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import PinTracker, added
@@ -110,6 +111,8 @@ class RemoteKvQueue:
         """Tokens whose blocks `fetch` asked for."""
         self.num_fetched_tokens = 0
         """Those whose blocks came."""
+        self.num_received_tokens = 0
+        """Tokens whose blocks came from the source of a sequence that is not computed here."""
         self._unsent: dict[str, ReceiveInto] = {}
         """Reserved in this step: their blocks may still be copied to the host-memory tier."""
         self.num_parked = 0
@@ -167,9 +170,10 @@ class RemoteKvQueue:
             self._refused.forget(request)
             self._starvation.placed(request)
             num_in_pool = 0 if computed.is_null else len(computed) * self._config.block_size
-            self._kv.count_lookup(request, request.num_given_tokens, num_in_pool)
-            self._loads.count_lookup(request.num_given_tokens - num_in_pool, in_tiers)
-            request.num_cached_tokens = num_places * self._config.block_size if in_tiers else num_in_pool
+            self._kv.count_lookup(request, num_in_pool)
+            self._loads.count_lookup(request.num_given_tokens - num_in_pool)
+            num_cached = num_places * self._config.block_size if in_tiers else num_in_pool
+            request.found_cached(CachedTokens(pool=num_in_pool, host=num_cached - num_in_pool))
             self._kv.expect_received(request)
             order = self._kv.transfer_order(request)
             self._receive(request, order, num_places, request.num_given_tokens)
@@ -191,11 +195,11 @@ class RemoteKvQueue:
         order = self._kv.order_of_blocks(request.num_offered_blocks)
         receive = self._receive(request, order, num_places, order.num_places * self._config.block_size)
         self._fetched.add(receive.first_hash)
-        self.num_fetch_tokens += self._num_fetched(receive)
+        self.num_fetch_tokens += self._num_coming(receive)
 
-    def _num_fetched(self, receive: Receive) -> int:
-        """Tokens of the blocks that a fetch brings."""
-        return receive.num_tokens - receive.num_places * self._config.block_size
+    def _num_coming(self, receive: Receive) -> int:
+        """Tokens of the blocks that a transfer brings."""
+        return max(0, receive.num_tokens - receive.num_places * self._config.block_size)
 
     def is_fetching(self, block_hash: bytes) -> bool:
         """True if a fetch begins with this block: it is soon in the pool, for all."""
@@ -315,7 +319,9 @@ class RemoteKvQueue:
         request.mark("kv_landed")
         request.num_computed_tokens = receive.num_tokens
         if receive.is_fetch:
-            self.num_fetched_tokens += self._num_fetched(receive)
+            self.num_fetched_tokens += self._num_coming(receive)
+        else:
+            self.num_received_tokens += self._num_coming(receive)
         self._kv.remember_received(request, receive.order.num_places)
         return request, receive.finished.token_ids
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
@@ -80,6 +81,13 @@ class Cached:
     def is_complete(self) -> bool:
         """True if nothing has to come."""
         return self.num_known == self.num_tokens
+
+    def by_source(self, block_size: int) -> CachedTokens:
+        """`num_known` by source, if all of it comes."""
+        in_tiers = self.in_tiers
+        num_coming = self.num_known - self.num_tokens - len(in_tiers) * block_size
+        num_in_store = in_tiers.num_stored * block_size
+        return CachedTokens(self.num_tokens, len(in_tiers) * block_size - num_in_store, num_in_store, num_coming)
 
 
 class WaitingQueues:
@@ -240,9 +248,9 @@ class WaitingQueues:
         self._starvation.placed(request)
         request.num_computed_tokens = cached.num_tokens
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = request.num_tokens - uncached
-            self._kv.count_lookup(request, request.num_given_tokens, cached.num_tokens)
-            self._loads.count_lookup(request.num_given_tokens - cached.num_tokens, cached.in_tiers)
+            self._kv.count_lookup(request, cached.num_tokens)
+            request.found_cached(cached.by_source(self._config.block_size))
+            self._loads.count_lookup(request.num_given_tokens - cached.num_tokens)
         if cached.is_fetched:
             self._receives.fetch(request, len(cached.blocks) + len(cached.in_tiers))
         elif request.num_offered_blocks:

@@ -77,11 +77,11 @@ class BeamPromptTask(PromptTask):
             return True
         self._candidates[outputs.index] = candidates_of(outputs.logprobs)
         if not self.usage.completion_tokens:
-            self._begin(outputs.num_cached_tokens)
+            self._begin(outputs.cached_tokens)
         if self._holds is not None:
             self._holds.produced(1)
         self.usage.completion_tokens += 1
-        self._record.relayed(outputs.index, 1, outputs.num_cached_tokens)
+        self._record.relayed(outputs.index, 1, outputs.cached_tokens)
         return True
 
     def _output(self, index: int, beam: Beam, finish_reason: str) -> CompletionOutput:

@@ -99,8 +99,8 @@ class EmbeddingTask(PlacedTask["array[float]"]):
             raise InternalError("an embedding without a vector")
         self.timeline.mark(moments.FINISHED)
         if not self._request.cache.is_shared:
-            self.usage.cached_tokens = self._embedded.num_cached_tokens
-        self._record.embedded(self._embedded.num_cached_tokens)
+            self.usage.cached_tokens = min(self._embedded.cached_tokens.total, self.usage.prompt_tokens)
+        self._record.embedded(self._embedded.cached_tokens)
         return self._embedded.values
 
     async def attempt(
@@ -119,7 +119,7 @@ class EmbeddingTask(PlacedTask["array[float]"]):
         finally:
             reservation.end()
         self.timeline.merge(self._embedded.moments)
-        self._services.selector.moves.ended(placement.move, self.timeline, self._embedded.num_cached_tokens)
+        self._services.selector.moves.ended(placement.move, self.timeline, self._embedded.cached_tokens.total)
 
     def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Draining, InternalError, InvalidRequest, Overloaded, PdServeError, WorkerLost
+from pdserve.common.request.cached_tokens import CachedTokens
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
@@ -193,7 +194,7 @@ class PromptTask(PlacedTask[None]):
         if (finished := timeline.moments_unix_ns.get(moments.DECODE_FINISHED)) is not None:
             self.timeline.merge({moments.DECODE_FINISHED: finished})
         self._services.selector.bandwidth.landed(attempt.transfer_bytes, timeline)
-        self._services.selector.moves.ended(placement.move, timeline, self._record.num_cached_tokens)
+        self._services.selector.moves.ended(placement.move, timeline, self._record.cached_tokens.total)
 
     async def _move(self, attempt: Attempt, prepared: GenerationRequest, worker: RemoteWorker) -> bool:
         """Have another decode worker continue an attempt's sequences: full blocks are copied while tokens flow. False: they stay,
@@ -247,7 +248,7 @@ class PromptTask(PlacedTask[None]):
             move = BlockMove(
                 source=source,
                 num_blocks=0,
-                num_bytes=0.0,
+                num_bytes=0,
                 num_tokens=0,
                 base_s=0.0,
                 move_s=0.0,
@@ -320,11 +321,11 @@ class PromptTask(PlacedTask[None]):
             return processor.states[outputs.index].finished
         has_ended, num_tokens = delta.finish_reason is not None, len(delta.token_ids)
         if not self.usage.completion_tokens:
-            self._begin(outputs.num_cached_tokens)
+            self._begin(outputs.cached_tokens)
         if self._holds is not None:
             self._holds.produced(num_tokens)
         self.usage.completion_tokens += num_tokens
-        self._record.relayed(delta.index, num_tokens, outputs.num_cached_tokens)
+        self._record.relayed(delta.index, num_tokens, outputs.cached_tokens)
         if has_finished := has_ended and processor.finished:
             self.timeline.mark(moments.FINISHED)
             self._record.finish_reason = str(delta.finish_reason)
@@ -335,12 +336,12 @@ class PromptTask(PlacedTask[None]):
                 self._push(output)
         return has_ended
 
-    def _begin(self, num_cached_tokens: int) -> None:
+    def _begin(self, cached_tokens: CachedTokens) -> None:
         """Note the first token."""
         self.timeline.mark(moments.FIRST_TOKEN)
-        self._was_cached = num_cached_tokens > 0
+        self._was_cached = cached_tokens.total > 0
         if not self._request.cache.is_shared:
-            self.usage.cached_tokens = min(num_cached_tokens, self.usage.prompt_tokens)
+            self.usage.cached_tokens = min(cached_tokens.total, self.usage.prompt_tokens)
         # its prompt is computed: there may be room for another's
         self._services.admission.recheck()
 
