@@ -1,6 +1,7 @@
 # One image for router, prefill and decode: `docker build -t pdserve .`; for workers with a GPU: `docker build --target gpu -t pdserve:gpu .`
 #   --build-arg PYTHON_IMAGE=...   another base image with Python 3.11 to 3.13
-#   --build-arg EXTRAS=            without NIXL; KV blocks then move over TCP. `triton` adds what torch's CUDA build brings by itself
+#   --build-arg EXTRAS=            without NIXL; KV blocks then move over TCP. `triton` adds what torch's CUDA build brings by itself,
+#                                  `mooncake` a store of KV blocks that workers share
 #   --build-arg TORCH_INDEX=URL    the only index that is asked for torch, and for torch only: that of CPU builds,
 #                                  https://download.pytorch.org/whl/cpu, makes a smaller image
 # Everything is installed from locks/, whose hashes pip demands (deploy/install.py).
@@ -23,6 +24,9 @@ COPY . .
 RUN python deploy/install.py --project-only
 
 FROM ${PYTHON_IMAGE} AS processor
+ARG EXTRAS=nixl
+RUN case " ${EXTRAS} " in *" mooncake "*) apt-get update \
+  && apt-get install --yes --no-install-recommends libibverbs1 librdmacm1 && rm -rf /var/lib/apt/lists/* ;; esac
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin pdserve
 COPY --from=build /opt/pdserve /opt/pdserve
 ENV PATH=/opt/pdserve/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp

@@ -185,5 +185,5 @@ $(VENV)/.dev: $(VENV)/bin/python $(LOCKS)
 	touch $@ $(VENV)/.runtime
 
 $(VENV)/.all: $(VENV)/bin/python $(LOCKS)
-	$(INSTALL) nixl bench ray formats triton dev helm
+	$(INSTALL) nixl bench mooncake ray formats triton dev helm
 	touch $@ $(VENV)/.dev $(VENV)/.runtime

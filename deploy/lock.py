@@ -1,7 +1,7 @@
 """`make lock`: resolve what pyproject.toml asks for, once, and write `locks/*.txt` with a hash of every file.
 
-One resolution, split by what asks for a package, so that no two files disagree. Only ray.txt, formats.txt and dev.txt share
-packages, since each may be installed without the others:
+One resolution, split by what asks for a package, so that no two files disagree. Only mooncake.txt, ray.txt, formats.txt and dev.txt
+share packages, since each may be installed without the others:
 
     torch.txt       torch alone: PyPI's build, which is CUDA's
     torch-cpu.txt   torch alone: the CPU's build, which other indexes serve
@@ -10,6 +10,7 @@ packages, since each may be installed without the others:
     runtime.txt     what else pdserve needs
     nixl.txt        what the extra `nixl` adds
     bench.txt       what the extra `bench` adds
+    mooncake.txt    what the extra `mooncake` adds
     ray.txt         what the extra `ray` adds
     formats.txt     what the extra `formats` adds
     dev.txt         what the extra `dev` adds to both
@@ -38,8 +39,8 @@ from pathlib import Path
 
 INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
-EXTRAS = ["nixl", "bench", "ray", "formats"]
-"""Extras apart from `dev`; no package is in two of them, and `dev` has none of nixl and bench."""
+EXTRAS = ["nixl", "bench", "mooncake", "ray", "formats"]
+"""Extras apart from `dev`, which has none of nixl and bench."""
 APART = (Path("tests/clients/requirements"), Path("tests/kernels/requirements"), Path("deploy/requirements"))
 """Folders of sets that are resolved by themselves."""
 CPU_WHEELS = "torch-cpu-wheels.sha256"
@@ -103,6 +104,7 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
     of_gpus = cuda | {"torch", "triton"}
     runtime = closures["runtime"] - of_gpus
     extras = {name: closures[name] - closures["runtime"] - of_gpus for name in EXTRAS}
+    apart = extras["mooncake"] | extras["ray"] | extras["formats"]
     parts = {
         "build": closures["build"],
         "torch": {"torch"},
@@ -111,7 +113,7 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
         "runtime": runtime,
         **extras,
         "dev": closures["dev"] - of_gpus - runtime - closures["build"] - extras["nixl"] - extras["bench"],
-        "helm": full.keys() - closures["dev"] - closures["build"] - of_gpus - extras["ray"] - extras["formats"],
+        "helm": full.keys() - closures["dev"] - closures["build"] - of_gpus - apart,
     }
     return {name: sorted(part) for name, part in parts.items()}
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
-from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
 from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
 
@@ -55,7 +55,7 @@ class WatchedExecutor:
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
         return self._executor.copy_blocks(scheduled)
 
-    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
         return self._executor.finished_copies(timeout_s)
 
     def warm_up(self) -> None:

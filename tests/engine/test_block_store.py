@@ -12,7 +12,7 @@ import pytest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.store_tier import StoreTier
-from pdserve.engine.ranks.rank_messages import StoreOptions
+from pdserve.engine.ranks.rank_messages import DiskOptions
 from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler import read_times
 from pdserve.engine.scheduler.scheduler import Scheduler
@@ -32,8 +32,8 @@ def slow_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> StoreOptions:
-    return StoreOptions(str(tmp_path), 1 << 20, KEY)
+def store(tmp_path: Path) -> DiskOptions:
+    return DiskOptions(str(tmp_path), 1 << 20, KEY)
 
 
 def books(engine: Harness) -> StoreTier:
@@ -57,7 +57,7 @@ def serve(engine: Harness, length: int) -> None:
     assert engine.collect()[f"p{length}"].token_ids == greedy_answer(prompt_of(length), 4)
 
 
-def test_a_prompt_comes_back_from_the_disk(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_a_prompt_comes_back_from_the_disk(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     fill(engine, 30, 31, 32, 33)
     before = engine.model.num_tokens
@@ -70,7 +70,7 @@ def test_a_prompt_comes_back_from_the_disk(make_engine: MakeEngine, store: Store
 
 @pytest.mark.parametrize("windows", [(None, STATE), (None, 5), (None, Chunk(8)), (None, 9, STATE)])
 def test_blocks_of_every_shape_come_back(
-    make_engine: MakeEngine, store: StoreOptions, windows: tuple[int | None, ...]
+    make_engine: MakeEngine, store: DiskOptions, windows: tuple[int | None, ...]
 ) -> None:
     shapes = tuple(range(len(windows)))
     few = tuple(3 if window == STATE else 8 for window in windows[1:])
@@ -86,7 +86,7 @@ def test_blocks_of_every_shape_come_back(
     assert books(engine).num_failed == 0
 
 
-def test_blocks_are_there_after_a_restart(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_blocks_are_there_after_a_restart(make_engine: MakeEngine, store: DiskOptions) -> None:
     first = make_engine(**TINY, store=store)
     fill(first, 30, 31, 32, 33)
     first.core.executor.close()
@@ -98,17 +98,17 @@ def test_blocks_are_there_after_a_restart(make_engine: MakeEngine, store: StoreO
     assert second.answers.popitem()[1].token_ids == greedy_answer(prompt_of(30), 4)
 
 
-def test_another_key_finds_nothing_whole(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_another_key_finds_nothing_whole(make_engine: MakeEngine, store: DiskOptions) -> None:
     """Who can write into the folder has no key, so nothing of theirs becomes visible."""
     first = make_engine(**TINY, store=store)
     fill(first, 30, 31, 32, 33)
     first.core.executor.close()
-    second = make_engine(**TINY, store=StoreOptions(store.folder, store.max_bytes, bytes(32)))
+    second = make_engine(**TINY, store=DiskOptions(store.folder, store.max_bytes, bytes(32)))
     fill(second, 30)
     assert (books(second).num_read, books(second).num_failed) == (0, 7)
 
 
-def test_every_text_is_that_of_an_engine_without_a_store(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_every_text_is_that_of_an_engine_without_a_store(make_engine: MakeEngine, store: DiskOptions) -> None:
     with_store, without = make_engine(**TINY, store=store), make_engine(**TINY | {"num_host_blocks": ()})
     for engine in (with_store, without):
         for _ in range(3):
@@ -123,7 +123,7 @@ def test_every_text_is_that_of_an_engine_without_a_store(make_engine: MakeEngine
 
 
 @pytest.mark.parametrize("lie", lies(random.Random(0)))
-def test_what_a_store_gets_wrong_is_computed_again(make_engine: MakeEngine, store: StoreOptions, lie: str) -> None:
+def test_what_a_store_gets_wrong_is_computed_again(make_engine: MakeEngine, store: DiskOptions, lie: str) -> None:
     engine = make_engine(**TINY, store=store)
     faulty = faulty_store(engine)
     fill(engine, 30, 31, 32, 33)
@@ -139,7 +139,7 @@ def test_what_a_store_gets_wrong_is_computed_again(make_engine: MakeEngine, stor
 
 
 @pytest.mark.parametrize("num_faults", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_i15_no_wrong_answer_is_ever_visible(make_engine: MakeEngine, store: StoreOptions, num_faults: int) -> None:
+def test_i15_no_wrong_answer_is_ever_visible(make_engine: MakeEngine, store: DiskOptions, num_faults: int) -> None:
     """Missing, damaged, truncated, swapped and forged blocks, and errors, among right ones."""
     engine, draws = make_engine(**TINY, store=store), random.Random(num_faults)
     faulty = faulty_store(engine)
@@ -153,7 +153,7 @@ def test_i15_no_wrong_answer_is_ever_visible(make_engine: MakeEngine, store: Sto
     assert books(engine).num_read > num_faults // 10
 
 
-def test_only_blocks_from_the_wrong_one_on_are_computed(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_only_blocks_from_the_wrong_one_on_are_computed(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     faulty = faulty_store(engine)
     fill(engine, 30, 31, 32, 33)
@@ -165,7 +165,7 @@ def test_only_blocks_from_the_wrong_one_on_are_computed(make_engine: MakeEngine,
 
 
 def test_a_store_that_hangs_delays_nobody_for_long(
-    make_engine: MakeEngine, store: StoreOptions, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, store: DiskOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_times, "FIRST_LIMIT_S", 0.2)
     engine = make_engine(**TINY | {"num_blocks": 24}, store=store)
@@ -191,7 +191,7 @@ def test_a_store_that_hangs_delays_nobody_for_long(
     assert engine.answers["computes"].token_ids == greedy_answer(prompt_of(31), 4)
 
 
-def test_a_store_that_is_slower_than_the_model_is_not_read(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_a_store_that_is_slower_than_the_model_is_not_read(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     fill(engine, 30, 31, 32, 33)
     engine.scheduler.loads._read_times.add(1, 1e9)
@@ -204,7 +204,7 @@ def test_a_store_that_is_slower_than_the_model_is_not_read(make_engine: MakeEngi
 
 
 @pytest.mark.parametrize("lie", ["", "flipped"])
-def test_a_preempted_sequence_resumes(make_engine: MakeEngine, store: StoreOptions, lie: str) -> None:
+def test_a_preempted_sequence_resumes(make_engine: MakeEngine, store: DiskOptions, lie: str) -> None:
     engine = make_engine(**TINY | {"num_host_blocks": (4,)}, max_num_seqs=4, store=store)
     faulty = faulty_store(engine)
     faulty.fault = lies(random.Random(1)).get(lie)
@@ -216,7 +216,7 @@ def test_a_preempted_sequence_resumes(make_engine: MakeEngine, store: StoreOptio
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_i13_an_abort_keeps_blocks_until_the_read_has_ended(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_i13_an_abort_keeps_blocks_until_the_read_has_ended(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     faulty = faulty_store(engine)
     fill(engine, 30, 31, 32, 33)
@@ -237,7 +237,7 @@ def test_i13_an_abort_keeps_blocks_until_the_read_has_ended(make_engine: MakeEng
     fill(engine, 30)
 
 
-def test_a_fork_continues_after_a_prompt_that_was_read(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_a_fork_continues_after_a_prompt_that_was_read(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     fill(engine, 22, 31, 32, 33)
     answers = engine.ask_many(prompt_of(22), 3, params={"temperature": 1.0, "seed": 5, "max_tokens": 6})
@@ -247,7 +247,7 @@ def test_a_fork_continues_after_a_prompt_that_was_read(make_engine: MakeEngine, 
     assert books(engine).num_read == 5
 
 
-def test_salts_do_not_share_the_store(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_salts_do_not_share_the_store(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     engine.ask(prompt_of(30), salt="a")
     fill(engine, 31, 32, 33)
@@ -257,7 +257,7 @@ def test_salts_do_not_share_the_store(make_engine: MakeEngine, store: StoreOptio
     assert engine.ask(prompt_of(30), salt="a").num_cached_tokens == 28
 
 
-def test_forget_cached_clears_the_store(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_forget_cached_clears_the_store(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     fill(engine, 30, 31, 32, 33)
     engine.scheduler.pool.take_changes()
@@ -270,7 +270,7 @@ def test_forget_cached_clears_the_store(make_engine: MakeEngine, store: StoreOpt
     assert again.ask(prompt_of(31)).num_cached_tokens == 0
 
 
-def test_a_block_that_is_being_written_is_forgotten_too(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_a_block_that_is_being_written_is_forgotten_too(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     faulty = faulty_store(engine)
     faulty.goes_on.clear()
@@ -284,7 +284,7 @@ def test_a_block_that_is_being_written_is_forgotten_too(make_engine: MakeEngine,
     assert books(engine).pins == []
 
 
-def test_writes_that_fail_cost_nothing(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_writes_that_fail_cost_nothing(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     faulty = faulty_store(engine)
     faulty.loses_writes = True
@@ -293,7 +293,7 @@ def test_writes_that_fail_cost_nothing(make_engine: MakeEngine, store: StoreOpti
     assert books(engine).num_lost > 0
 
 
-def test_slow_writes_hold_a_quarter_of_host_memory(make_engine: MakeEngine, store: StoreOptions) -> None:
+def test_slow_writes_hold_a_quarter_of_host_memory(make_engine: MakeEngine, store: DiskOptions) -> None:
     engine = make_engine(**TINY, store=store)
     faulty = faulty_store(engine)
     faulty.goes_on.clear()
@@ -306,7 +306,7 @@ def test_slow_writes_hold_a_quarter_of_host_memory(make_engine: MakeEngine, stor
 
 
 def test_hashes_are_known_while_pool_or_tier_has_them(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine = make_engine(**TINY | {"num_host_blocks": (3,)}, store=StoreOptions(str(tmp_path), 1700, KEY))
+    engine = make_engine(**TINY | {"num_host_blocks": (3,)}, store=DiskOptions(str(tmp_path), 1700, KEY))
     faulty = faulty_store(engine)
     known: set[bytes] = set()
     for number, length in enumerate((30, 31, 32, 30, 17, 31, 30, 33, 34, 30, 31, 32, 31, 32, 31, 32)):
@@ -319,7 +319,7 @@ def test_hashes_are_known_while_pool_or_tier_has_them(make_engine: MakeEngine, t
             known = (known | set(outputs.blocks_stored)) - set(outputs.blocks_removed)
             pool, tier = engine.scheduler.pool, engine.scheduler.pool.tier
             assert tier is not None
-            assert known == pool._by_hash.keys() | tier._slots.keys() | books(engine)._names
+            assert known == pool._by_hash.keys() | tier._slots.keys() | books(engine)._names.keys()
     assert books(engine).num_read > 0
     assert books(engine).num_lost > 0
     assert books(engine).num_failed > 0

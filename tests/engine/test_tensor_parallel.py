@@ -16,7 +16,7 @@ import torch
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.ranks.rank_messages import SampleTokens, StoreOptions
+from pdserve.engine.ranks.rank_messages import DiskOptions, SampleTokens, StoreOptions
 from pdserve.engine.runner.pool.disk_store import DiskStore
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.engine.scheduler_output import GrammarOutput
@@ -278,7 +278,7 @@ def test_i1_ranks_read_their_parts_of_blocks_from_the_store(
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(20, 40))] for _ in range(6)]
     one = make_real_engine(folder, num_blocks=200, **given)
     expected = [one.ask(prompt, params={"max_tokens": 8}).token_ids for prompt in prompts]
-    options = StoreOptions(str(tmp_path), 1 << 24, bytes(32))
+    options = DiskOptions(str(tmp_path), 1 << 24, bytes(32))
     two = make_ranked(folder, num_blocks=24, num_host_blocks=(12,), store=options, **given)
     for _ in range(40):
         place = draw.randrange(len(prompts))

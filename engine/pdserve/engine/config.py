@@ -60,6 +60,8 @@ class EngineConfig:
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses, by shape; empty: there is none."""
     has_block_store: bool = False
     """True if there is a `BlockStore` below it."""
+    shares_block_store: bool = False
+    """True if other workers write into it, too."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: only by order of arrival."""
     long_prefill_token_threshold: int = 0
@@ -113,6 +115,8 @@ class EngineConfig:
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")
+        if self.shares_block_store and not self.has_block_store:
+            raise ValueError("shares_block_store is True, which needs has_block_store")
         if self.has_block_store and not self.num_host_blocks:
             raise ValueError("has_block_store is True, which needs num_host_blocks")
 

@@ -31,7 +31,7 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
 
 LOAD_WAIT_S = 0.005
-"""Seconds that a step without tokens waits for a load from the host-memory tier."""
+"""Seconds that a step without tokens waits for a load from a tier, or a lookup there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +228,15 @@ class EngineCore:
         self.scheduler.receives.send_reserved(copied)
 
     def _take_copies(self, timeout_s: float) -> None:
-        """Apply loads and writes that have ended. timeout_s: seconds to wait for the first while a load is under way."""
+        """Apply loads, lookups and writes that have ended. timeout_s: seconds to wait for the first while one is under way that
+        sequences may wait for."""
         if self.scheduler.loads.has_copies:
             self.scheduler.copies_finished(self.executor.finished_copies(timeout_s if self.is_loading else 0.0))
 
     @property
     def is_loading(self) -> bool:
-        """True if a load from a tier is under way; a step ends it."""
-        return len(self.scheduler.loads) > 0
+        """True if a load from a tier or a lookup there is under way; a step ends it."""
+        return self.scheduler.loads.has_waiting
 
     def _launch(self, scheduled: SchedulerOutput, scheduling_s: float) -> StepInFlight:
         self.executor.execute_model(scheduled)

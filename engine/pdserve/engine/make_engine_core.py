@@ -53,7 +53,8 @@ def make_engine_core(
     host_caches: the host-memory tier's slots, as `make_host_caches` makes them; default: made here, if `config.num_host_blocks` has
     some. draft_model: that of `config.speculative_config`, if it names one. token_texts: of the vocabulary; without them
     `bad_words` has no effect, and only `bad_words_token_ids` has. store: below host memory, with `config.has_block_store`.
-    Raises: ConfigError if there is no such back end, or no such `config.kernels`; OSError if the store cannot be opened.
+    Raises: ConfigError if there is no such back end, no such `config.kernels`, or not what the store needs; OSError if the store
+    cannot be opened.
     """
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
     group = None if ranks is None else ranks.group

@@ -75,6 +75,8 @@ class Wait(enum.Enum):
     """Blocks from another worker."""
     OFFER = enum.auto()
     """What another worker's prefix cache has of the prompt."""
+    LOOKUP = enum.auto()
+    """What a store that workers share has of it."""
 
     @property
     def status(self) -> RequestStatus:
@@ -305,6 +307,13 @@ class Request:
         if status not in LEGAL_MOVES[self.status]:
             raise IllegalMove(f"{self.request_id}: {self.status.name} -> {status.name}")
         self.status = status
+
+    def wait_for(self, wait: Wait) -> None:
+        """Add a condition to a request that is in no queue."""
+        self.waits_for.add(wait)
+        status = self._first_status()
+        if status is not self.status:
+            self.move_to(status)
 
     def settle_wait(self, wait: Wait) -> None:
         """Remove a fulfilled condition; the status then names the next one, or is WAITING."""

@@ -104,13 +104,15 @@ class SchedulerOutput(msgspec.Struct):
     kv_writes: dict[int, tuple[bytes, tuple[int, int]]] = {}
     """Copy id -> name and (shape, slot) of a block in host memory that is written to the store after `kv_stores`, and during later
     steps. The slot keeps the block until the executor has reported the id."""
+    kv_lookups: dict[int, list[bytes]] = {}
+    """Copy id -> names of blocks that a store below host memory may have, which other workers share."""
     kv_clear: bool = False
-    """Clear the store before these writes."""
+    """Clear the store before these writes and lookups."""
 
     @property
     def has_copies(self) -> bool:
-        """True if blocks are copied between tiers."""
-        return bool(self.kv_stores or self.kv_loads or self.kv_writes or self.kv_clear)
+        """True if blocks are copied between tiers, or looked up there."""
+        return bool(self.kv_stores or self.kv_loads or self.kv_writes or self.kv_lookups or self.kv_clear)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -131,6 +133,16 @@ class CopyEnd(NamedTuple):
     lost: Sequence[bytes] = ()
     """Of a load: names of blocks that could not be read, where they are known. Of a write: names that the store does not have any
     more."""
+
+
+class LookupEnd(NamedTuple):
+    """The end of a lookup."""
+
+    copy_id: int
+    found: Sequence[bytes] = ()
+    """Of the names, those that the store has now."""
+    is_answered: bool = True
+    """False if the store did not answer."""
 
 
 class GrammarOutput(msgspec.Struct):

@@ -48,6 +48,8 @@ class EngineOptions(TypedDict, total=False):
     """Folder for cached blocks that have been in main memory, also of earlier processes; default: none."""
     kv_disk_gib: float
     """Size of what this engine keeps there, GiB."""
+    kv_store: str | None
+    """In place of that folder, a Mooncake Store that engines share; default: none."""
     max_model_len: int | None
     """Tokens of prompt and output together; default: the model's own limit, or what the pool holds."""
     max_num_seqs: int

@@ -28,8 +28,9 @@ from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.ranks.rank_messages import StoreOptions
+from pdserve.engine.ranks.rank_messages import DiskOptions, MooncakeOptions, StoreOptions
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
+from pdserve.engine.runner.pool.block_store import BlockStore, SealedStore
 from pdserve.engine.runner.pool.host_blocks import make_host_caches
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
@@ -57,6 +58,7 @@ from tests.support.engine.hash_model import (
     windows_of,
 )
 from tests.support.engine.held_loads import HeldLoads
+from tests.support.engine.shared_store import SharedBlocks
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 
@@ -299,6 +301,11 @@ class Harness:
         answers = self.run()
         return [answers[self.key(request_id, index)] for index in range(n)]
 
+    def use_store(self, store: BlockStore) -> None:
+        """From now on, the store below host memory. To be called before the first request."""
+        host_blocks = self.core.executor._host_blocks  # type: ignore[attr-defined]
+        host_blocks._store = SealedStore(store, host_blocks._store.digest)
+
     def hold_loads(self) -> HeldLoads:
         """From now on, loads from the host-memory tier end when the test releases them."""
         held = HeldLoads(self.core.executor, self.pools, self.host_caches)
@@ -331,8 +338,8 @@ def harnesses() -> Iterator[list[Harness]]:
 def make_engine(harnesses: list[Harness], tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. sliding_window: of the
     model and of its KV cache groups, one each. window: the model's, if the engine keeps every block. shapes: of the groups' blocks,
-    if there are several; `num_other_blocks` has as many blocks as `num_blocks` of each further one, if it is not given. store: of
-    a disk store below host memory, or its bytes, for one in a folder of its own."""
+    if there are several; `num_other_blocks` has as many blocks as `num_blocks` of each further one, if it is not given. store:
+    below host memory; a number: the bytes of a disk store in a folder of its own."""
 
     def make(
         processors: Any = None,
@@ -342,7 +349,7 @@ def make_engine(harnesses: list[Harness], tmp_path_factory: pytest.TempPathFacto
         sliding_window: Window = None,
         has_transfers: bool = True,
         shapes: Sequence[int] = (),
-        store: StoreOptions | int | None = None,
+        store: StoreOptions | SharedBlocks | int | None = None,
         **fields: Any,
     ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
@@ -353,19 +360,32 @@ def make_engine(harnesses: list[Harness], tmp_path_factory: pytest.TempPathFacto
             specs, (fields["num_blocks"], *fields["num_other_blocks"]), fields["block_size"], step_tokens
         )
         fields.setdefault("max_model_len", min(256, longest))
+        shared, store = (store, 0) if isinstance(store, SharedBlocks) else (None, store)
         if isinstance(store, int):
-            store = StoreOptions(str(tmp_path_factory.mktemp("store")), store, bytes(32))
-        config = EngineConfig(**fields, kv_cache_specs=specs, has_block_store=store is not None)
+            store = DiskOptions(str(tmp_path_factory.mktemp("store")), store, bytes(32))
+        config = EngineConfig(
+            **fields,
+            kv_cache_specs=specs,
+            has_block_store=store is not None,
+            shares_block_store=is_shared(shared, store),
+        )
         pools = [make_hash_cache(count, config.block_size) for count in config.num_blocks_by_shape]
         caches = tuple(pools[spec.shape] for spec in specs)
         model = model or HashModel(window or sliding_window, config.block_size)
         harness = Harness(
             config, model, caches, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers, store=store
         )
+        if shared is not None:
+            harness.use_store(shared)
         harnesses.append(harness)
         return harness
 
     return make
+
+
+def is_shared(shared: SharedBlocks | None, store: StoreOptions | None) -> bool:
+    """True if other engines may write into a harness's store."""
+    return shared is not None or isinstance(store, MooncakeOptions)
 
 
 @pytest.fixture

@@ -115,7 +115,10 @@ class StepInvariants:
             RequestStatus.RUNNING: not waits and request.request_id in scheduler.running,
             RequestStatus.WAITING_FOR_REMOTE_KVS: not waits
             and self._is_received(request) == (Wait.REMOTE_KV in request.waits_for)
-            and (scheduler.loads.is_waited_for(request) or bool({Wait.REMOTE_KV, Wait.OFFER} & request.waits_for)),
+            and (
+                scheduler.loads.is_waited_for(request)
+                or bool({Wait.REMOTE_KV, Wait.OFFER, Wait.LOOKUP} & request.waits_for)
+            ),
             # its KV may be here already
             RequestStatus.WAITING_FOR_FSM: not waits
             and (request in scheduler.grammars._waiting or request in scheduler.grammars._compiling)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pdserve.engine.runner.pool.block_store import BlockStore, SealedStore
+from pdserve.engine.runner.pool.block_store import BlockStore
 from tests.support.engine.engine_harness import Harness
 from tests.support.run.waiting import HANG_S
 
@@ -22,12 +22,19 @@ class FaultyStore:
         self.fault: Fault | None = None
         self.num_faults = 0
         self.loses_writes = False
+        self.wrong_find: Callable[[Sequence[bytes], list[bytes]], list[bytes]] | None = None
+        """(names, those that are there) -> those that a lookup reports."""
         self.goes_on = threading.Event()
-        """Reads and writes wait for it."""
+        """Reads, writes and lookups wait for it."""
         self.goes_on.set()
 
     def names(self) -> list[bytes]:
         return self._store.names()
+
+    def find(self, names: Sequence[bytes]) -> list[bytes]:
+        assert self.goes_on.wait(HANG_S)
+        found = self._store.find(names)
+        return found if self.wrong_find is None else self.wrong_find(names, found)
 
     def write(self, name: bytes, data: memoryview, digest: int) -> list[bytes]:
         assert self.goes_on.wait(HANG_S)
@@ -60,11 +67,27 @@ class FaultyStore:
 
 def faulty_store(engine: Harness) -> FaultyStore:
     """From now on, the store of the engine. To be called before the first request."""
-    host_blocks = engine.core.executor._host_blocks  # type: ignore[attr-defined]
-    sealed = host_blocks._store
-    faulty = FaultyStore(sealed.store)
-    host_blocks._store = SealedStore(faulty, sealed.digest)
+    faulty = FaultyStore(engine.core.executor._host_blocks._store.store)  # type: ignore[attr-defined]
+    engine.use_store(faulty)
     return faulty
+
+
+def wrong_finds(draws: random.Random) -> dict[str, Callable[[Sequence[bytes], list[bytes]], list[bytes]]]:
+    """Each way in which a lookup can be wrong."""
+
+    def silent(names: Sequence[bytes], found: list[bytes]) -> list[bytes]:
+        raise OSError("the store does not answer")
+
+    def everything(names: Sequence[bytes], found: list[bytes]) -> list[bytes]:
+        return list(names)
+
+    def nothing(names: Sequence[bytes], found: list[bytes]) -> list[bytes]:
+        return []
+
+    def some(names: Sequence[bytes], found: list[bytes]) -> list[bytes]:
+        return [name for name in names if draws.random() < 0.5]
+
+    return {kind.__name__: kind for kind in (silent, everything, nothing, some)}
 
 
 def lies(draws: random.Random) -> dict[str, Fault]:

@@ -1,4 +1,4 @@
-"""`HeldLoads`: an executor whose loads from the tiers, and writes to the store, end when a test lets them.
+"""`HeldLoads`: an executor whose loads from the tiers, and writes and lookups of the store, end when a test lets them.
 
 Until then the blocks of loads hold rubbish, and the slots that loads and writes read must keep their bytes.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
-from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, SchedulerOutput
 
 RUBBISH = 77_777_777
 
@@ -26,10 +26,10 @@ class HeldLoads:
         self._executor = executor
         self._pools, self._host_caches = pools, host_caches
         self.held: dict[int, SchedulerOutput] = {}
-        """Loads and writes that have begun and not ended, by copy id, each as a step of its own."""
+        """Loads, writes and lookups that have begun and not ended, by copy id, each as a step of its own."""
         self._content: dict[int, list[Tensor]] = {}
         """Bytes at the beginning of the slots that they read."""
-        self._ended: list[CopyEnd] = []
+        self._ended: list[CopyEnd | LookupEnd] = []
         self.num_begun = 0
         self.num_loaded = Counter[int]()
         """Shape -> blocks of loads that have begun."""
@@ -55,6 +55,8 @@ class HeldLoads:
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
         event = self._executor.copy_blocks(SchedulerOutput(kv_stores=scheduled.kv_stores, kv_clear=scheduled.kv_clear))
+        for copy_id, names in scheduled.kv_lookups.items():
+            self._hold(copy_id, SchedulerOutput(kv_lookups={copy_id: names}))
         for copy_id, write in scheduled.kv_writes.items():
             self._hold(copy_id, SchedulerOutput(kv_writes={copy_id: write}))
         for copy_id, by_shape in scheduled.kv_loads.items():
@@ -73,7 +75,7 @@ class HeldLoads:
         self._content[copy_id] = [self._host_caches[shape][slot].clone() for shape, slot in _slots(copy)]
 
     def release(self, copy_ids: Iterable[int] | None = None) -> None:
-        """End these loads and writes; default: all."""
+        """End these loads, writes and lookups; default: all."""
         for copy_id in list(self.held) if copy_ids is None else list(copy_ids):
             copy = self.held.pop(copy_id)
             for (shape, slot), content in zip(_slots(copy), self._content.pop(copy_id), strict=True):
@@ -83,7 +85,7 @@ class HeldLoads:
             self._executor.copy_blocks(copy)
             self._ended += self._executor.finished_copies(60)
 
-    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
         if not self.holds:
             self.release()
         ended, self._ended = self._ended, []

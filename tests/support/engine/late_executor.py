@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
-from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, SchedulerOutput
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 
 
@@ -79,7 +79,7 @@ class LateExecutor:
             self.kv_written.synchronize()
         return self._executor.copy_blocks(scheduled)
 
-    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
         return self._executor.finished_copies(timeout_s)
 
     def warm_up(self) -> None:

@@ -366,6 +366,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Blocks that are known to be in the store."""
     num_store_blocks_written: int = 0
     """Blocks written to it since start."""
+    num_store_blocks_found: int = 0
+    """Blocks that lookups found in a store that workers share."""
     num_store_blocks_read: int = 0
     num_store_blocks_failed: int = 0
     """Blocks that could not be read, or were not what had been written; their tokens were computed."""

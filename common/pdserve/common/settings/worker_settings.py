@@ -12,6 +12,7 @@ from pdserve.common.registry.registry import is_worker_id
 from pdserve.common.request.generation_request import LORA_NAME, LORA_NAME_RULE, MAX_DATA_PARALLEL_RANK
 from pdserve.common.request.known_adapters import MAX_ADAPTERS
 from pdserve.common.security.deployment_key import is_loopback
+from pdserve.common.settings.kv_store_url import MooncakeUrl
 from pdserve.common.settings.limits import WorkerLimits
 from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.speculative_config import SpeculativeConfig
@@ -95,6 +96,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     needed again, also after a restart. Workers may share it: each uses a folder of its own in it."""
     kv_disk_gib: float = 0.0
     """Bytes of this folder that the worker may use, in GiB, per rank of `tensor_parallel_size`."""
+    kv_store: str | None = None
+    """In place of a disk, a Mooncake Store for cached blocks that have been in host memory (`kv_host_mib`), which workers share:
+    `mooncake://HOST:PORT?segment_mib=N` with its master, and the main memory that each rank adds. Needs the extra `mooncake`. See
+    docs/deploy.md#a-store-that-workers-share."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; default: the model's own limit. See docs/checkpoints.md#length."""
     max_num_batched_tokens: int | None = None
@@ -268,6 +273,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"kv_host_mib is {self.kv_host_mib} and enable_prefix_caching is false: without it no block is found again"
             )
         self._verify_disk()
+        self._verify_store()
         if self.quantization == "int8" and self.device != "cpu":
             raise ConfigError(
                 f"quantization is {self.quantization!r}, which runs on a CPU only, and device is {self.device!r}"
@@ -309,6 +315,29 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"kv_disk_path is {self.kv_disk_path!r}, and kv_host_mib is 0: blocks get to the disk through host memory"
             )
+
+    def _verify_store(self) -> None:
+        if self.kv_store is None:
+            return
+        url = MooncakeUrl.parse(self.kv_store)
+        if not (is_loopback(url.master_host) or url.plaintext or self.insecure):
+            raise ConfigError(
+                f"kv_store names {url.master_host}, which is not loopback, and Mooncake encrypts nothing: plaintext=true in it "
+                "is needed, or --insecure"
+            )
+        if self.kv_disk_path is not None:
+            raise ConfigError(
+                f"kv_store is {self.kv_store!r} and kv_disk_path is {self.kv_disk_path!r}: blocks are kept in one of them"
+            )
+        if not self.kv_host_mib:
+            raise ConfigError(
+                f"kv_store is {self.kv_store!r}, and kv_host_mib is 0: blocks get to the store through host memory"
+            )
+
+    @property
+    def has_block_store(self) -> bool:
+        """True if there is a store of blocks below host memory."""
+        return self.kv_disk_path is not None or self.kv_store is not None
 
     def _verify_cache_dtype(self) -> None:
         if self.kv_cache_dtype == "auto":

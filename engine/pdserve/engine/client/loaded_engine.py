@@ -63,7 +63,7 @@ class LoadedEngine:
         self._model = model
         weakref.finalize(self, model.close)
         self._store: StoreClaim | None = None
-        if settings.kv_disk_path is not None:
+        if settings.has_block_store:
             self._store = StoreClaim(settings, model.layout, deployment_key)
             self._release_store = weakref.finalize(self, self._store.release)
         self._hasher = BlockHasher(deployment_key, settings.block_size)

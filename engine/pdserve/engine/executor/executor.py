@@ -11,7 +11,7 @@ from typing import Protocol
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
-from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 
 
 class StepResult(Protocol):
@@ -47,15 +47,15 @@ class Executor(Protocol):
         """
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
-        """Copy `kv_stores`, and begin to copy `kv_loads` and `kv_writes`, before `execute_model` of the step, if it follows.
+        """Copy `kv_stores`, and begin `kv_loads`, `kv_writes` and `kv_lookups`, before `execute_model` of the step, if it follows.
 
         Returns on a GPU the event after which the stores have ended; None on a CPU, where they have.
         """
 
-    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
-        """Loads and writes that have ended since the last call; waits at most `timeout_s` seconds for the first.
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
+        """Loads, writes and lookups that have ended since the last call; waits at most `timeout_s` seconds for the first.
 
-        Raises: the exception of a copy. That the store does not have a block is none.
+        Raises: the exception of a copy. That the store does not have a block, or does not answer, is none.
         """
 
     def warm_up(self) -> None:
@@ -95,7 +95,7 @@ class SingleDeviceExecutor:
             raise RuntimeError("copies to a host-memory tier, and there is none")
         return self._host_blocks.copy(scheduled)
 
-    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
         return [] if self._host_blocks is None else self._host_blocks.finished(timeout_s)
 
     def warm_up(self) -> None:

@@ -94,7 +94,8 @@ class RankLoop:
             self._group.minimum(0)
 
     def _end_copies(self, copy_ids: Sequence[int]) -> None:
-        self._ended_copies |= {end.copy_id: end for end in self._tier.finished(0.0)}
+        ends = self._tier.finished(0.0)
+        self._ended_copies |= {end.copy_id: end for end in ends if isinstance(end, CopyEnd)}
         take_ended_at_all_ranks(self._group, copy_ids, self._ended_copies)
 
     def _read(self, num_tokens: Mapping[str, int] | None = None, *, drafts: bool = False) -> None:

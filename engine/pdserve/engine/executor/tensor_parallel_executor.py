@@ -29,7 +29,7 @@ from pdserve.engine.ranks.rank_messages import (
 )
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
-from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -143,17 +143,23 @@ class TensorParallelExecutor:
 
         return self._together(CopyBlocks.of(scheduled), copy)
 
-    def finished_copies(self, timeout_s: float) -> list[CopyEnd]:
-        """As of `Executor`: those that have ended at all ranks, which then serve the blocks to peers."""
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
+        """As of `Executor`: the copies that have ended at all ranks, which then serve the blocks to peers. Rank 0 looks up for all
+        ranks; if another one lacks its part of a block, the load fails."""
         if self._host_blocks is None:
             return []
         wait_s = min(timeout_s, OTHER_RANKS_S) if self._ended_copies else timeout_s
-        self._ended_copies |= {end.copy_id: end for end in self._host_blocks.finished(wait_s)}
+        lookups: list[CopyEnd | LookupEnd] = []
+        for end in self._host_blocks.finished(wait_s):
+            if isinstance(end, LookupEnd):
+                lookups.append(end)
+            else:
+                self._ended_copies[end.copy_id] = end
         if not self._ended_copies:
-            return []
+            return lookups
         copy_ids = list(self._ended_copies)
         agree = partial(take_ended_at_all_ranks, self._ranks.group, copy_ids, self._ended_copies)
-        return self._together(EndCopies(copy_ids), agree)
+        return [*lookups, *self._together(EndCopies(copy_ids), agree)]
 
     def warm_up(self) -> None:
         self._together(WarmUp(), self.runner.capture_graphs)

@@ -101,12 +101,13 @@ class BlockPool:
         enable_caching: bool = True,
         num_host_blocks: BlockCounts = (),
         has_store: bool = False,
+        shares_store: bool = False,
     ) -> None:
         """num_blocks: of each shape. enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier,
-        by shape; empty: there is none. has_store: there is a store below it."""
+        by shape; empty: there is none. has_store: there is a store below it. shares_store: other workers write into it, too."""
         self.tier = HostTier(*num_host_blocks) if num_host_blocks else None
         """Keeps cached blocks that are reused."""
-        self.store = StoreTier(self.tier) if self.tier is not None and has_store else None
+        self.store = StoreTier(self.tier, shares_store) if self.tier is not None and has_store else None
         self.enables_caching = enable_caching
         places = [(shape, row) for shape, count in enumerate(num_blocks) for row in range(count)]
         self.blocks = [KVCacheBlock(block_id, shape, row) for block_id, (shape, row) in enumerate(places)]
@@ -216,9 +217,9 @@ class BlockPool:
                 self._change(block_hash, True)
 
     def _is_below(self, block_hash: bytes) -> bool:
-        """True if host memory or the store has it."""
+        """True if host memory or the store has it. What is in a shared store is not this worker's: any other one finds it there."""
         in_host = self.tier is not None and block_hash in self.tier
-        return in_host or (self.store is not None and block_hash in self.store)
+        return in_host or (self.store is not None and not self.store.is_shared and block_hash in self.store)
 
     def know_stored(self, names: Iterable[bytes]) -> None:
         """Note blocks that the store has from before, and forget all changes but these."""
@@ -229,7 +230,9 @@ class BlockPool:
                 self._change(name, True)
 
     def forget_stored(self, names: Iterable[bytes]) -> None:
-        """Note that the store has lost blocks, and is known to have."""
+        """Note that the store has lost blocks that it was known to have."""
+        if self.store is None or self.store.is_shared:
+            return
         for name in names:
             if name not in self._by_hash and not self._is_below(name):
                 self._change(name, False)
@@ -240,7 +243,8 @@ class BlockPool:
         unused = [block for block in self._by_hash.values() if block.ref_cnt == 0]
         forgotten = dict.fromkeys(() if self.tier is None else self.tier.forget())
         if self.store is not None:
-            forgotten |= dict.fromkeys(self.store.forget(keeps_names=keeps_store))
+            in_store = self.store.forget(keeps_names=keeps_store)
+            forgotten |= dict.fromkeys(() if self.store.is_shared else in_store)
         for block in unused:
             assert block.block_hash is not None
             forgotten[block.block_hash] = None

@@ -3,6 +3,9 @@
 A block is written when it has entered the host-memory tier, from its slot there, which is pinned meanwhile. What has left host
 memory before its turn is not written. Blocks are read from the store into the pool; a read may fail, and its block is then unknown
 here, too. The store gives up blocks by itself and reports them with the writes that it needs their room for.
+
+Of a store that other workers share it is only known what was looked up, read or written lately: others write into it, and blocks
+leave it without a report.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.kv_cache.host_tier import HostTier, Slot
 
+MAX_SHARED_NAMES = 1 << 18
+"""Names that are remembered of a store that other workers share: 32 MiB."""
 MAX_WRITING_SHARE = 0.25
 """Part of the host-memory slots of one shape that writes may pin."""
 
@@ -22,7 +27,10 @@ class StoreTier:
     """The books of one engine's store; the bytes are the executor's (`engine/runner/pool/stored_blocks.py`)."""
 
     _host: HostTier
-    _names: set[bytes] = field(default_factory=set, init=False)
+    is_shared: bool = False
+    """True if other workers write into it, too."""
+    _names: dict[bytes, None] = field(default_factory=dict, init=False)
+    """Of a shared store, last known last."""
     _unwritten: dict[bytes, None] = field(default_factory=dict, init=False)
     """Names of blocks to write, in the order in which they entered host memory."""
     _writes: dict[int, tuple[bytes | None, Slot]] = field(default_factory=dict, init=False)
@@ -40,6 +48,8 @@ class StoreTier:
     """Blocks that the store gave up for others, or could not write."""
     num_hit_tokens: int = field(default=0, init=False)
     """Prompt tokens whose blocks came from here."""
+    num_found: int = field(default=0, init=False)
+    """Blocks that lookups found."""
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names
@@ -53,8 +63,23 @@ class StoreTier:
         return bool(self._writes or self._unwritten)
 
     def know(self, names: Iterable[bytes]) -> None:
-        """Note blocks that the store has from before."""
-        self._names.update(names)
+        """Note blocks that the store has: from before, or as a lookup found."""
+        for name in names:
+            self._know(name)
+
+    def _know(self, name: bytes) -> None:
+        if self.is_shared:
+            self._names.pop(name, None)
+            if len(self._names) >= MAX_SHARED_NAMES:
+                del self._names[next(iter(self._names))]
+        self._names[name] = None
+
+    def _lose(self, names: Iterable[bytes]) -> list[bytes]:
+        """Forget blocks; returns those that were known."""
+        gone = [name for name in names if name in self._names]
+        for name in gone:
+            del self._names[name]
+        return gone
 
     def entered_host(self, name: bytes) -> None:
         """A block has entered the host-memory tier."""
@@ -86,9 +111,8 @@ class StoreTier:
         self._num_writing[slot[0]] -= 1
         self._host.unpin([slot])
         if name is not None:
-            self._names.add(name)
-        gone = [each for each in lost if each in self._names]
-        self._names.difference_update(gone)
+            self._know(name)
+        gone = self._lose(dict.fromkeys(lost))
         self.num_written += name is not None and name not in lost
         self.num_lost += len(gone)
         return gone
@@ -98,8 +122,7 @@ class StoreTier:
 
     def failed(self, names: Sequence[bytes]) -> list[bytes]:
         """Forget blocks that could not be read; returns those that were known here."""
-        gone = [name for name in names if name in self._names]
-        self._names.difference_update(gone)
+        gone = self._lose(dict.fromkeys(names))
         self.num_failed += len(gone)
         return gone
 

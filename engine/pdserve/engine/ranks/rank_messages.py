@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.common.request.multimodal import without_pixels
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.settings.kv_store_url import MooncakeUrl
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.engine.scheduler_output import RequestFailure, SchedulerOutput
 
@@ -39,8 +40,8 @@ class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return kinds[self.section](**{name: getattr(self.settings, name) for name in WorkerSettings.__struct_fields__})
 
 
-class StoreOptions(msgspec.Struct, frozen=True, array_like=True):
-    """Of the store below host memory."""
+class DiskOptions(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Of a `DiskStore` below host memory."""
 
     folder: str
     """Has a folder for each rank."""
@@ -48,6 +49,19 @@ class StoreOptions(msgspec.Struct, frozen=True, array_like=True):
     """Of each rank."""
     key: bytes
     """With which blocks are sealed."""
+
+
+class MooncakeOptions(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Of a `MooncakeStore` below host memory."""
+
+    url: MooncakeUrl
+    prefix: str
+    """Of the names of its blocks."""
+    key: bytes
+    """With which blocks are sealed."""
+
+
+StoreOptions = DiskOptions | MooncakeOptions
 
 
 class NewEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):

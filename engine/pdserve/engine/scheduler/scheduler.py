@@ -3,7 +3,7 @@
 The life of a sequence here:
 
 1. `add_request` makes a `Request`. Its status names what it waits for, WAITING_FOR_FSM (its grammar) before WAITING_FOR_REMOTE_KVS
-   (blocks from another worker), though it waits for both at once; without either it is WAITING.
+   (blocks from another worker, or what a shared store has of them), though it waits for both at once; without either it is WAITING.
 2. For remote KV, `RemoteKvQueue` reserves blocks. When all have landed and the source's first tokens are known, the sequence is
    ready. A sequence with enough of its prompt in the cache on arrival is computed here instead.
 3. `schedule` gives a step's token budget to running sequences (decoding before prefilling), then to waiting ones in the order of
@@ -40,12 +40,13 @@ from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.session_commands import SessionCommands
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
+from pdserve.engine.scheduler.store_lookups import LookedUp
 from pdserve.engine.scheduler.tier_loads import NotLoaded, TierLoads
 from pdserve.engine.scheduler.transfer_events import ComputeHere, End, KvSendTracker, Offer, TransferEvents
 from pdserve.engine.scheduler.waiting.remote_kv_queue import Ready, RemoteKvQueue
 from pdserve.engine.scheduler.waiting.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.waiting.waiting_queues import Refusal, WaitingQueues
-from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
@@ -65,6 +66,7 @@ class Scheduler:
             enable_caching=config.enable_prefix_caching,
             num_host_blocks=config.num_host_blocks,
             has_store=config.has_block_store,
+            shares_store=config.shares_block_store,
         )
         self.kv = KVCacheManager(self.pool, hasher, config.kv_cache_specs, config.largest_chunk)
         self.holds = PinTracker(self.pool)
@@ -121,11 +123,17 @@ class Scheduler:
             self.grammars.start(request)
         if Wait.REMOTE_KV in request.waits_for and not self._goes_local(request):
             self.receives.add(request)
-        elif not request.waits_for:
-            self.waiting.add(request)
+        else:
+            self.loads.begin_lookup(request)
+            self._enter_if_free(request)
         if refusal is not None:
             self.sources.forget(request.request_id)
             self.finisher.fail(request, refusal)
+
+    def _enter_if_free(self, request: Request) -> None:
+        """Insert a request that waits for nothing into a queue."""
+        if not request.waits_for:
+            self.waiting.add(request)
 
     def _goes_local(self, request: Request) -> bool:
         """Prefill a request with a remote source here if that is cheaper; returns True if so. Decided on arrival; the router then
@@ -223,8 +231,8 @@ class Scheduler:
         request.settle_wait(Wait.OFFER)
         if request.core.fetches_only and not request.num_offered_blocks:
             self._end_fetch(request)
-        elif not request.waits_for:
-            self.waiting.add(request)
+        else:
+            self._enter_if_free(request)
 
     def _end_fetch(self, request: Request, cause: PdServeError | None = None) -> None:
         """End a request that computes nothing. cause: what has ended its transfer."""
@@ -242,16 +250,23 @@ class Scheduler:
         request.settle_wait(Wait.REMOTE_KV)
         self.waiting.add(request)
 
-    def copies_finished(self, ends: Sequence[CopyEnd]) -> None:
-        """Continue the sequences whose blocks have come from the tiers."""
+    def copies_finished(self, ends: Sequence[CopyEnd | LookupEnd]) -> None:
+        """Continue the sequences whose blocks have come from the tiers, or were looked up there."""
         for request in self.loads.finished(ends):
-            if isinstance(request, NotLoaded):
-                self._wait_again(request)
+            if isinstance(request, NotLoaded | LookedUp):
+                self._go_on_without(request)
             elif Wait.REMOTE_KV in request.waits_for:
                 self._run_if_ready(self.receives.loaded(request))
             else:
                 request.move_to(RequestStatus.WAITING)
                 self.waiting.add_ready(request)
+
+    def _go_on_without(self, waited: NotLoaded | LookedUp) -> None:
+        """Let a sequence wait for its admission, whatever the store has brought or found."""
+        if isinstance(waited, NotLoaded):
+            self._wait_again(waited)
+        else:
+            self._enter_if_free(waited.request)
 
     def _wait_again(self, not_loaded: NotLoaded) -> None:
         """Let a sequence wait for its admission again, without the blocks that the store did not bring."""
@@ -310,8 +325,8 @@ class Scheduler:
                 self.session_commands.end_text(request)
             elif (first_tokens := self.grammars.first_tokens(request)) is not None:
                 self._start_decoding(request, first_tokens)
-            elif not request.waits_for:
-                self.waiting.add(request)
+            else:
+                self._enter_if_free(request)
 
     def _look_at_grammars(self) -> None:
         """Receive arrived masks, and end sequences whose grammar has ended or failed."""
@@ -331,8 +346,8 @@ class Scheduler:
         self.running.encoder.begin_step()
         self._take_grammars()
         self._look_at_grammars()
-        for not_loaded in self.loads.overdue():
-            self._wait_again(not_loaded)
+        for late in self.loads.overdue():
+            self._go_on_without(late)
         self.receives.reserve(self.running.values(), self.waiting.num_ready + self.grammars.num_landed)
         decoding, prefilling, running_ahead = self.running.by_phase()
         # decoding sequences precede prefilling ones, so that a long prompt does not stall all streams

@@ -54,6 +54,7 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         store_prefix_cache_hits=store.num_hit_tokens,
         num_store_blocks=len(store),
         num_store_blocks_written=store.num_written,
+        num_store_blocks_found=store.num_found,
         num_store_blocks_read=store.num_read,
         num_store_blocks_failed=store.num_failed,
         num_store_blocks_lost=store.num_lost,

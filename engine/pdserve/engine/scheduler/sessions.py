@@ -55,6 +55,7 @@ class Sessions:
         if request.grammar is not None:
             request.grammar.close()
             request.grammar = None
+        self._loads.lookups.stop(request)
         if self._loads.stop(request):
             self._kv.free(request)
             request.num_computed_tokens = 0

@@ -73,6 +73,7 @@ class FinishRequest:
         if request.grammar is not None:
             request.grammar.close()
         self._running.leave(request)
+        self._loads.lookups.stop(request)
         self._loads.stop(request)
         self._kv.free(request)
         del self._requests[request.request_id]

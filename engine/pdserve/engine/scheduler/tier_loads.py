@@ -22,7 +22,8 @@ from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.read_times import ReadTimes
-from pdserve.engine.scheduler_output import CopyEnd, SchedulerOutput
+from pdserve.engine.scheduler.store_lookups import LookedUp, StoreLookups
+from pdserve.engine.scheduler_output import CopyEnd, LookupEnd, SchedulerOutput
 from pdserve.engine.sequence_blocks import BlockCounts, pairs_by_shape
 
 
@@ -103,12 +104,14 @@ class TierLoads:
     _read_times: ReadTimes = field(default_factory=ReadTimes, init=False)
     _overdue: set[int] = field(default_factory=set, init=False)
     """Loads under way that read the store for longer than a sequence waits."""
+    lookups: StoreLookups = field(init=False)
     num_parked: int = field(default=0, init=False)
     """Number of sequences that wait only for a load, with those that will be forked from them; each will need further blocks."""
 
     def __post_init__(self) -> None:
         self._tier = self._kv.pool.tier
         self._store = self._kv.pool.store
+        self.lookups = StoreLookups(self._store, self._copy_ids)
 
     def __len__(self) -> int:
         """Loads under way, those whose sequence is gone included."""
@@ -116,8 +119,13 @@ class TierLoads:
 
     @property
     def has_copies(self) -> bool:
-        """True if a load or a write is under way, or a write has to begin: steps end and begin them."""
-        return bool(self._loads) or (self._store is not None and self._store.has_writes)
+        """True if a load, a lookup or a write is under way, or a write has to begin: steps end and begin them."""
+        return self.has_waiting or (self._store is not None and self._store.has_writes)
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if a load or a lookup is under way, for which sequences may wait."""
+        return bool(self._loads) or len(self.lookups) > 0
 
     @property
     def requests(self) -> list[Request]:
@@ -126,8 +134,9 @@ class TierLoads:
 
     @property
     def num_local(self) -> int:
-        """Number of sequences that wait only for a load, not also for remote KV."""
-        return sum(Wait.REMOTE_KV not in request.waits_for for request in self.requests)
+        """Number of sequences that wait only for a load or a lookup, not also for remote KV."""
+        num_loading = sum(Wait.REMOTE_KV not in request.waits_for for request in self.requests)
+        return num_loading + self.lookups.num_waiting
 
     def find(self, request: Request, computed: KVCacheBlocks, limit_tokens: int, *, uses_store: bool = True) -> InTiers:
         """The longest run of blocks after those of `computed` that the tiers have, over at most `limit_tokens` tokens. One block in
@@ -146,10 +155,27 @@ class TierLoads:
         if not with_store.num_stored:
             return with_store
         in_host = self._run(hashes, computed, self._tier.__contains__)
-        read_s = self._read_times.expected(self._num_stored_blocks(with_store))
-        compute_s = self._compute_s((len(with_store) - len(in_host)) * self._kv.block_size)
-        is_worth = read_s is None or compute_s is None or read_s < compute_s
-        return with_store if is_worth else in_host
+        num_blocks = self._num_stored_blocks(with_store)
+        return with_store if self._is_worth(num_blocks, len(with_store) - len(in_host)) else in_host
+
+    def _is_worth(self, num_blocks: int, num_places: int) -> bool:
+        """True unless blocks take longer to read from the store than the tokens of `num_places` blocks to compute."""
+        read_s = self._read_times.expected(num_blocks)
+        compute_s = self._compute_s(num_places * self._kv.block_size)
+        return read_s is None or compute_s is None or read_s < compute_s
+
+    def begin_lookup(self, request: Request) -> None:
+        """Let a new request wait for what a shared store has of its blocks, if nothing here tells and the store answers."""
+        core = request.core
+        if self._store is None or not self._store.is_shared or core.fetches_only or request.skip_reading_prefix_cache:
+            return
+        if self._overdue or not self.lookups.is_answered:
+            return
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self._kv.block_size]
+        names = (with_group_id(block_hash, group) for block_hash in hashes for group in range(self._kv.num_groups))
+        unknown = [name for name in names if self._kv.pool.find(name) is None and not self._is_in_tiers(name)]
+        if unknown and self._is_worth(len(unknown), -(-len(unknown) // self._kv.num_groups)):
+            self.lookups.begin(request, unknown)
 
     def _is_in_tiers(self, name: bytes) -> bool:
         return (self._tier is not None and name in self._tier) or (self._store is not None and name in self._store)
@@ -259,6 +285,7 @@ class TierLoads:
         if self._store is not None:
             output.kv_clear = self._store.take_clear()
             output.kv_writes = self._store.take_writes(self._copy_ids)
+            output.kv_lookups = self.lookups.take()
         for load in self._begun:
             rows = load.hold.rows
             output.kv_loads[load.load_id] = pairs_by_shape(
@@ -274,11 +301,14 @@ class TierLoads:
                 ]
         self._begun.clear()
 
-    def finished(self, ends: Iterable[CopyEnd]) -> list[Request | NotLoaded]:
-        """Apply the end of loads and writes; returns the sequences that waited for them: those whose blocks are now in the prefix
-        cache, and those whose blocks have to be found again, or computed."""
-        waited: list[Request | NotLoaded] = []
+    def finished(self, ends: Iterable[CopyEnd | LookupEnd]) -> list[Request | NotLoaded | LookedUp]:
+        """Apply the end of loads, lookups and writes; returns the sequences that waited for them: those whose blocks are now in the
+        prefix cache, those whose blocks have to be found again, or computed, and those of which it is known what the store has."""
+        waited: list[Request | NotLoaded | LookedUp] = []
         for end in ends:
+            if isinstance(end, LookupEnd):
+                waited += self.lookups.ended(end)
+                continue
             if self._store is not None and self._store.is_writing(end.copy_id):
                 self._kv.pool.forget_stored(self._store.wrote(end.copy_id, end.lost))
                 continue
@@ -312,9 +342,12 @@ class TierLoads:
             self._kv.pool.forget_stored(self._store.failed(end.lost or names))
         return end.is_whole
 
-    def overdue(self) -> list[NotLoaded]:
-        """Sequences that have waited for the store as long as they should; their loads go on without them. Until these have ended,
-        the store is not read."""
+    def overdue(self) -> list[NotLoaded | LookedUp]:
+        """Sequences that have waited for the store as long as they should; their loads and lookups go on without them. Until these
+        have ended, the store is not read."""
+        return [*self._overdue_loads(), *self.lookups.overdue()]
+
+    def _overdue_loads(self) -> list[NotLoaded]:
         if self._store is None or not self._loads:
             return []
         now, waited = time.monotonic(), []

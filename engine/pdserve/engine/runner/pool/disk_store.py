@@ -100,6 +100,10 @@ class DiskStore:
         with self._lock:
             return list(self._places)
 
+    def find(self, names: Sequence[bytes]) -> list[bytes]:
+        with self._lock:
+            return [name for name in names if name in self._places]
+
     def write(self, name: bytes, data: memoryview, digest: int) -> list[bytes]:
         lost: list[bytes] = []
         if time.monotonic() < self._full_until:
@@ -121,17 +125,18 @@ class DiskStore:
     def read(self, name: bytes, into: memoryview) -> int | None:
         with self._lock:
             place = self._places.get(name)
-            if place is None or place.num_bytes != len(into):
+            if place is None:
                 return None
             if name not in self._used:
                 self._used.add(name)
                 place.segment.used_bytes += place.num_bytes
-        header = bytearray(_FIXED_BYTES + len(name))
-        num_read = os.preadv(place.segment.descriptor, [header, into], place.offset)
-        if num_read != len(header) + len(into):
-            return None
-        found = _read_header(header)
-        return None if found is None or found[0] != name else found[2]
+        digest = None
+        try:
+            digest = _read_record(name, place, into)
+        finally:
+            if digest is None:
+                self.forget(name)
+        return digest
 
     def forget(self, name: bytes) -> None:
         with self._lock:
@@ -315,6 +320,17 @@ def _read_index(segment: _Segment) -> list[tuple[bytes, _Place]] | None:
         return None
     segment.num_bytes = num_bytes
     return [(name, _Place(segment, offset, size)) for name, offset, size in records]
+
+
+def _read_record(name: bytes, place: _Place, into: memoryview) -> int | None:
+    """Read a block; returns its digest, None if there is no such record. Raises: OSError."""
+    header = bytearray(_FIXED_BYTES + len(name))
+    if place.num_bytes != len(into):
+        return None
+    if os.preadv(place.segment.descriptor, [header, into], place.offset) != len(header) + len(into):
+        return None
+    found = _read_header(header)
+    return None if found is None or found[0] != name else found[2]
 
 
 def _make_header(name: bytes, num_bytes: int, digest: int) -> bytes:

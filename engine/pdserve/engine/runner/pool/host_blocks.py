@@ -19,12 +19,14 @@ from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError
 from pdserve.engine.runner.device.device_runtime import DeviceRuntime, TimedEvent, make_runtime
 from pdserve.engine.runner.pool.block_store import SealedStore
-from pdserve.engine.scheduler_output import CopyEnd, SchedulerOutput
+from pdserve.engine.scheduler_output import CopyEnd, LookupEnd, SchedulerOutput
 from pdserve.engine.sequence_blocks import BlockCounts
 from pdserve.models.kv_cache import make_host_memory, pools_of
 
 CLOSE_S = 5.0
 """Seconds that a call of the store may take after the end of its engine, before the engine is closed without it."""
+CLEAR_LOOK_S = 0.1
+"""Seconds between two looks if the engine has ended, while the store is cleared."""
 Work = queue.SimpleQueue[Callable[[], object] | None]
 Copies = Sequence[tuple[Tensor, Tensor, Sequence[tuple[int, int]]]]
 """(from, to, pairs of their rows), by shape of blocks."""
@@ -63,7 +65,8 @@ class HostBlocks:
         self._begun: Work = queue.SimpleQueue()
         self._reads: Work = queue.SimpleQueue()
         self._writes: Work = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[CopyEnd | Exception] = queue.SimpleQueue()
+        self._lookups: Work = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[CopyEnd | LookupEnd | Exception] = queue.SimpleQueue()
         self._buffers: dict[int, Tensor] = {}
         """By shape, for a block that is read."""
         self._is_closing = False
@@ -71,7 +74,7 @@ class HostBlocks:
         """Held while a block is copied that was read: a read may outlive the engine, and the pool then has another one."""
         names = {"kv-loads": self._begun}
         if store is not None:
-            names |= {"kv-reads": self._reads, "kv-writes": self._writes}
+            names |= {"kv-reads": self._reads, "kv-writes": self._writes, "kv-lookups": self._lookups}
         self._threads = [
             threading.Thread(target=self._work, args=(work,), name=name, daemon=True) for name, work in names.items()
         ]
@@ -86,7 +89,12 @@ class HostBlocks:
         # the blocks that are loaded may have been written by steps before, and read by the stores
         copied = self._runtime.event()
         if scheduled.kv_clear:
-            self._writes.put(self._stored.store.clear)
+            is_clear = threading.Event()
+            self._writes.put(partial(self._clear, is_clear))
+            # what is looked up from now on is not what was there before
+            self._lookups.put(partial(self._wait_for, is_clear))
+        for copy_id, wanted in scheduled.kv_lookups.items():
+            self._lookups.put(partial(self._look_up, copy_id, wanted))
         for copy_id, (name, (shape, slot)) in scheduled.kv_writes.items():
             self._writes.put(partial(self._write, copy_id, name, self._host_caches[shape][slot], copied))
         for load_id, by_shape in scheduled.kv_loads.items():
@@ -98,9 +106,9 @@ class HostBlocks:
                 self._begun.put(load)
         return None if self._runtime.is_synchronous else copied
 
-    def finished(self, timeout_s: float) -> list[CopyEnd]:
+    def finished(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
         """As `Executor.finished_copies`."""
-        ended: list[CopyEnd] = []
+        ended: list[CopyEnd | LookupEnd] = []
         while True:
             try:
                 end = self._ended.get(timeout=timeout_s) if timeout_s and not ended else self._ended.get_nowait()
@@ -115,7 +123,7 @@ class HostBlocks:
         return is left to itself. May be called again."""
         with self._closing:
             self._is_closing = True
-        for work in (self._begun, self._reads, self._writes):
+        for work in (self._begun, self._reads, self._writes, self._lookups):
             work.put(None)
         for thread in self._threads:
             thread.join(CLOSE_S)
@@ -163,6 +171,23 @@ class HostBlocks:
             self._ended.put(CopyEnd(load_id, is_whole=False, lost=lost))
         else:
             self._begun.put(load)
+
+    def _clear(self, is_clear: threading.Event) -> None:
+        try:
+            self._stored.store.clear()
+        finally:
+            is_clear.set()
+
+    def _wait_for(self, is_clear: threading.Event) -> None:
+        while not self._is_closing and not is_clear.wait(CLEAR_LOOK_S):
+            pass
+
+    def _look_up(self, copy_id: int, names: Sequence[bytes]) -> None:
+        try:
+            end = LookupEnd(copy_id, self._stored.store.find(names))
+        except OSError:
+            end = LookupEnd(copy_id, is_answered=False)
+        self._ended.put(end)
 
     def _write(self, copy_id: int, name: bytes, slot: Tensor, after: TimedEvent) -> None:
         after.synchronize()

@@ -1,4 +1,7 @@
-"""Opens the store of an engine: one folder per deployment key and layout, and in it one per worker that runs at a time."""
+"""Opens the store of an engine: a folder that no other process uses, or its part of what workers share.
+
+Both are named by deployment key and layout.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,37 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.registry.registry import layout_fingerprint
 from pdserve.common.security.block_digest import Gmac
 from pdserve.common.security.deployment_key import STORED_BLOCKS, DeploymentKey
+from pdserve.common.settings.kv_store_url import MooncakeUrl
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.ranks.rank_messages import StoreOptions
+from pdserve.engine.ranks.rank_messages import DiskOptions, MooncakeOptions, StoreOptions
 from pdserve.engine.runner.pool.block_store import SealedStore
 from pdserve.engine.runner.pool.disk_store import DiskStore
+from pdserve.engine.runner.pool.mooncake_store import MooncakeStore
 
-_FOLDER_NAME_BYTES = 8
+_NAME_BYTES = 8
 
 
 class StoreClaim:
-    """A folder that no other process uses until `release`, or the end of this one."""
+    """The use of a store until `release`, or the end of this process."""
 
     def __init__(self, settings: WorkerSettings, layout: KvLayout, key: DeploymentKey) -> None:
-        """A worker that starts again finds the blocks of its last life, or those of another worker that has ended.
+        """A worker with a disk that starts again finds the blocks of its last life, or those of another worker that has ended.
 
         Raises: ConfigError for a folder that cannot be used.
         """
         context = f"{layout_fingerprint(layout)}/{settings.tensor_parallel_size}".encode()
         secret = key.derive(STORED_BLOCKS, context)
-        # the folder's name tells nothing of the key that seals blocks
-        name = key.derive(STORED_BLOCKS, b"folder/" + context)[:_FOLDER_NAME_BYTES].hex()
+        # the name of a folder, and of what is shared, tells nothing of the key that seals blocks
+        name = key.derive(STORED_BLOCKS, b"folder/" + context)[:_NAME_BYTES].hex()
+        self._lock: int | None = None
+        if settings.kv_store is not None:
+            self.options: StoreOptions = MooncakeOptions(
+                MooncakeUrl.parse(settings.kv_store), f"pdserve/{name}", secret
+            )
+        else:
+            self.options = self._claim_folder(settings, name, secret)
+
+    def _claim_folder(self, settings: WorkerSettings, name: str, secret: bytes) -> DiskOptions:
         parent = Path(settings.kv_disk_path or "") / name
         max_bytes = int(settings.kv_disk_gib * (1 << 30))
         try:
@@ -47,7 +61,7 @@ class StoreClaim:
                 f"kv_disk_gib is {settings.kv_disk_gib}, which takes {needed >> 20} MiB, and "
                 f"{settings.kv_disk_path} has room for {(free_bytes + has_bytes) >> 20} MiB"
             )
-        self.options = StoreOptions(str(folder), max_bytes, secret)
+        return DiskOptions(str(folder), max_bytes, secret)
 
     def _claim(self, parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,10 +79,13 @@ class StoreClaim:
 
     def release(self) -> None:
         """Let another process use the folder."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def open_store(options: StoreOptions, rank: int) -> SealedStore:
-    """The part of a rank. Raises: OSError."""
-    folder = Path(options.folder) / f"rank{rank}"
-    return SealedStore(DiskStore(folder, options.max_bytes), Gmac(options.key))
+    """The part of a rank. Raises: OSError; ConfigError if what it needs is not installed."""
+    digest = Gmac(options.key)
+    if isinstance(options, MooncakeOptions):
+        return SealedStore(MooncakeStore(options.url, options.prefix, rank), digest)
+    return SealedStore(DiskStore(Path(options.folder) / f"rank{rank}", options.max_bytes), digest)
