@@ -26,7 +26,8 @@ from tests.support.run.waiting import HANG_S, eventually, wait_until
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--dtype=float32", "--num-blocks=512", "--max-model-len=2048")
+FLAGS = ("--dtype=float32", "--num-blocks=512")
+LONG = "--max-model-len=2048"
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
@@ -81,7 +82,7 @@ async def test_i1_i16_streams_and_caches_stay(tiny_checkpoints: Callable[..., Pa
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)
     router = ("--local-prefill=never", "--policy=round_robin", "--block-moves=never")
-    with four_workers(tmp_path, model, "--connector=tcp", router=router) as cluster:
+    with four_workers(tmp_path, model, "--connector=tcp", LONG, router=router) as cluster:
         await _streams_and_caches(cluster, oracle)
 
 
@@ -175,15 +176,17 @@ async def test_i4_i16_back_and_forth_under_load(
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     make, flags = KINDS[kind]
     model = tiny_checkpoints("llama") if make is None else make(tmp_path / "model")
+    # models that are made here take fewer tokens
+    longest, flags = (200, (*flags, LONG)) if make is None else (60, flags)
     with four_workers(tmp_path, model, *flags) as cluster:
-        await _back_and_forth(cluster, 20)
+        await _back_and_forth(cluster, 20, longest)
 
 
-async def _back_and_forth(cluster: Cluster, times: int) -> None:
-    """The same requests, first without a change and then with changes all the time."""
+async def _back_and_forth(cluster: Cluster, times: int, longest: int) -> None:
+    """The same requests, first without a change and then with changes all the time. longest: tokens of a prompt."""
     draw = random.Random(times)
     requests: list[tuple[list[int], dict[str, Any]]] = [
-        (prompt_of(draw.randint(1, 200), seed=number),
+        (prompt_of(draw.randint(1, longest), seed=number),
          {"max_tokens": draw.choice((1, 20, 60)), "seed": number, "temperature": draw.choice((0.0, 0.9))})
         for number in range(24)
     ]  # fmt: skip
@@ -230,7 +233,7 @@ async def test_i4_a_worker_that_dies_while_its_role_changes(
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)
     draw = random.Random(3)
-    with four_workers(tmp_path, model, "--connector=tcp") as cluster:
+    with four_workers(tmp_path, model, "--connector=tcp", LONG) as cluster:
         async with InferenceClient(cluster.router.address) as client:
             for turn in range(4):
                 name = ("decode-0", "prefill-0")[turn % 2]
@@ -261,7 +264,7 @@ def live(cluster: Cluster) -> tuple[int, int]:
 async def test_two_routers_agree_about_a_role(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)
-    with four_workers(tmp_path, model, "--connector=tcp") as cluster:
+    with four_workers(tmp_path, model, "--connector=tcp", LONG) as cluster:
         await switch(cluster, "decode-1", "prefill")
         addresses = [cluster.services[name].address for name in NAMES]
         flags = ("--model", str(model), "--local-prefill=never")
