@@ -207,6 +207,15 @@ def test_the_first_block_is_learned_apart_from_the_others() -> None:
     assert expected_s(it, 100)[0] == pytest.approx(0.13, rel=0.05)
 
 
+def test_short_moves_that_were_slow_do_not_make_long_ones_slow() -> None:
+    it = moves()
+    before = expected_s(it, 300)[0]
+    for number in range(50):
+        ended(it, move_of(it, 1 + number % 2), 0.05)
+    assert expected_s(it, 1)[0] == pytest.approx(0.05, rel=0.05)
+    assert expected_s(it, 300)[0] == pytest.approx(before - FIRST_S + 0.05, rel=0.05)
+
+
 def test_a_line_that_noise_made_too_steep_or_falling_promises_nothing_wrong() -> None:
     steep, falling = moves(), moves()
     for _ in range(50):

@@ -43,14 +43,14 @@ ALWAYS_LIMIT_S = 10.0
 """With `block_moves` `always`, by which a move is not chosen by its estimate."""
 KEPT_S = 15.0
 """Seconds without a move after which what moves took is forgotten; else moves that were slow once would never be tried again."""
-_FIRST_WEIGHT = 2
-"""The first estimate counts as so many moves of no bytes, and so many of the bytes of the first move. One move that had to wait
-for a long step does not end all others."""
+_FIRST_WEIGHT = 4
+"""The first estimate counts as so many moves: one move that had to wait for a long step does not end all others."""
 _KEPT = 0.9
 """Weight of older moves with each new one."""
 _FIRST_SPREAD = 0.5
-_LEAST_SPREAD = 0.05
-"""Least spread of moved bytes, as variance over the square of their mean, for which a slope is fitted."""
+_LEAST_SPREAD = 0.5
+"""Least spread of moved bytes, as variance over the square of their mean, for which a slope is fitted. With less, what a few blocks
+had to wait for would be taken for the time of their bytes, and nothing long would be moved; then the slope is the bandwidth."""
 
 MOVE_OUTCOMES = ("faster", "slower", "unneeded", "failed")
 """Of moves: it took less time than the estimate for computing; more; the worker had the blocks when the request came; or they were
@@ -150,9 +150,9 @@ class BlockMoves:
     def _learn(self, move: BlockMove, seconds: float) -> None:
         self._forget_if_old()
         if not self._line.weight:
-            first = [(num_bytes, self._expected_s(num_bytes)) for num_bytes in (0.0, move.num_bytes)]
-            for num_bytes, expected_s in first * _FIRST_WEIGHT:
-                self._line.add(num_bytes, expected_s, 1.0)
+            expected_s = self._expected_s(move.num_bytes)
+            for _ in range(_FIRST_WEIGHT):
+                self._line.add(move.num_bytes, expected_s, 1.0)
         distance = abs(seconds - move.base_s) / max(seconds, move.base_s)
         self._spread = _KEPT * self._spread + (1 - _KEPT) * distance
         self._line.add(move.num_bytes, seconds, _KEPT)
