@@ -95,6 +95,7 @@ PLAIN_WITHOUT_TLS = {
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
     "pdserve.cli.main",
+    "pdserve.engine.runner.pool.mooncake_client",
     "pdserve.engine.structured_outputs.grammar_process",
     "pdserve.worker.engine_process",
     "pdserve.worker.ranks.worker_rank",
