@@ -285,6 +285,29 @@ def test_a_client_that_dies_is_started_again(master: MooncakeMaster, opened: Ope
     assert has(store, 2)
 
 
+@pytest.mark.parametrize("has_metadata_server", [True, False])
+def test_a_machine_that_does_not_answer_holds_up_nobody_for_long(
+    master: MooncakeMaster, opened: Open, monkeypatch: pytest.MonkeyPatch, has_metadata_server: bool
+) -> None:
+    monkeypatch.setattr(mooncake_store, "CALL_S", 0.5)
+    writer = opened(master, has_metadata_server=has_metadata_server)
+    reader = opened(master, segment_mib=0, has_metadata_server=has_metadata_server)
+    numbers = range(mooncake_store.MAX_STUCK + 2)
+    write(writer, *numbers)
+    process, reading = client_of(writer)._process, client_of(reader)._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    for number in numbers:
+        began_at = time.monotonic()
+        assert not has(reader, number)
+        assert time.monotonic() < began_at + 5.0
+    # too many calls are stuck in it
+    wait_until(lambda: client_of(reader)._process is not reading, "another client")
+    os.kill(process.pid, signal.SIGCONT)
+    wait_until(lambda: client_of(reader)._is_up, "it answers")
+    wait_until(lambda: has(reader, 0) or write(writer, 0) == [], "it reads")
+
+
 def test_a_stopped_client_is_ended(master: MooncakeMaster, opened: Open) -> None:
     store = opened(master)
     process = client_of(store)._process

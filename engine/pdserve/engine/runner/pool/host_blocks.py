@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -125,8 +126,9 @@ class HostBlocks:
             self._is_closing = True
         for work in (self._begun, self._reads, self._writes, self._lookups):
             work.put(None)
+        end_at = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join(CLOSE_S)
+            thread.join(max(0.0, end_at - time.monotonic()))
         if self._store is not None:
             self._store.store.close()
 

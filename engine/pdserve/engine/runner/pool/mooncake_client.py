@@ -9,6 +9,7 @@ lets other machines read and write is then only this process's memory, which has
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -24,6 +25,7 @@ from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.processes.child_life import end_after, end_with_parent, leave_signals_to_peer
 from pdserve.common.settings.kv_store_url import MooncakeUrl
 from pdserve.engine.runner.pool.mooncake_messages import (
+    NUM_THREADS,
     Answer,
     Call,
     Clear,
@@ -59,7 +61,7 @@ PUT_TRIES = 3
 
 
 class _Client:
-    """Each kind of call has a thread, so that none waits for one of another kind."""
+    """Any thread may take a call; the engine waits for each answer before it makes another one of the kind."""
 
     def __init__(self, engine: socket.socket, make_store: Callable[[], Any]) -> None:
         """make_store: makes a `MooncakeDistributedStore`."""
@@ -69,8 +71,8 @@ class _Client:
         self._sending = threading.Lock()
         self._is_lost = threading.Event()
         """The master does not answer."""
-        self._buffers: dict[int, ctypes.Array[ctypes.c_char]] = {}
-        """By size; registered, for values that are read."""
+        self._of_thread = threading.local()
+        """`buffers`: by size, registered, for values that are read."""
 
     def send(self, message: FromClient) -> None:
         with self._sending:
@@ -101,21 +103,23 @@ class _Client:
 
     def serve(self) -> None:
         """Until the end of the engine."""
-        kinds: dict[type[Call], queue.SimpleQueue[Call]] = {kind: queue.SimpleQueue() for kind in (Find, Read, Write)}
-        for calls in kinds.values():
+        calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        for _ in range(NUM_THREADS):
             threading.Thread(target=self._answer_all, args=(calls,), daemon=True).start()
         threading.Thread(target=self._look_for_master, daemon=True).start()
         while (frame := receive_frame(self._engine)) is not None:
             call = decode_to_client(frame)
             if not isinstance(call, Start):
-                kinds.get(type(call), kinds[Write]).put(call)
+                calls.put(call)
 
     def _answer_all(self, calls: queue.SimpleQueue[Call]) -> None:
+        self._of_thread.buffers = {}
         while True:
             call = calls.get()
             answer = Answer(call.call_id, is_done=False)
             if not self._is_lost.is_set():
-                answer = self._answer(call)
+                with contextlib.suppress(Exception):  # whatever the client raises, it has not done it
+                    answer = self._answer(call)
             self.send(answer)
 
     def _answer(self, call: Call) -> Answer:
@@ -142,14 +146,16 @@ class _Client:
         return result
 
     def _read(self, call_id: int, key: str, num_bytes: int) -> Answer:
-        if num_bytes not in self._buffers:
-            self._buffers[num_bytes] = buffer = ctypes.create_string_buffer(num_bytes)
-            self._store.register_buffer(ctypes.addressof(buffer), num_bytes)
-        buffer = self._buffers[num_bytes]
+        buffers: dict[int, ctypes.Array[ctypes.c_char]] = self._of_thread.buffers
+        if num_bytes not in buffers:
+            buffers[num_bytes] = ctypes.create_string_buffer(num_bytes)
+            self._store.register_buffer(ctypes.addressof(buffers[num_bytes]), num_bytes)
+        buffer = buffers[num_bytes]
         result = self._noted(self._store.get_into(key, ctypes.addressof(buffer), num_bytes))
         if result == num_bytes:
             return Answer(call_id, is_done=True, value=buffer.raw)
-        if self._store.get_size(key) not in (num_bytes, *range(_MASTER_IS_LOST - 200, 0)):
+        size = self._store.get_size(key)
+        if size >= 0 and size != num_bytes:
             self._store.remove(key, True)
         return Answer(call_id, is_done=False)
 

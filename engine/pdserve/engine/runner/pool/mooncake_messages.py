@@ -10,6 +10,9 @@ import msgspec
 
 from pdserve.common.settings.kv_store_url import MooncakeUrl
 
+NUM_THREADS = 8
+"""Of the client, for calls. An engine makes three at a time; others may be stuck in one to a machine that has vanished."""
+
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Connect to a store, and add memory to it."""

@@ -6,12 +6,16 @@ read or written, and no call waits. A value is a block after its digest; its key
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import subprocess
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol
+
+import msgspec
 
 from pdserve.common.errors import ConfigError, PdServeError, WorkerLost
 from pdserve.common.ipc.calls import Calls
@@ -19,6 +23,7 @@ from pdserve.common.ipc.child_process import ChildProcess, start_module, wait_fo
 from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.settings.kv_store_url import MooncakeUrl
 from pdserve.engine.runner.pool.mooncake_messages import (
+    NUM_THREADS,
     Answer,
     Call,
     Clear,
@@ -43,6 +48,10 @@ RESTART_S = 5.0
 """Seconds after which a client that has ended is started again."""
 END_S = 3.0
 """Seconds for a client to end by itself."""
+CALL_S = 10.0
+"""Seconds that a call may take. A transfer from a machine that has vanished takes minutes."""
+MAX_STUCK = NUM_THREADS - 3
+"""Calls that take longer, beyond which the client is started again."""
 DIGEST_BYTES = 8
 MAX_BLOCK_BYTES = 32 << 20
 """Half of the client's buffer; larger blocks are not kept."""
@@ -71,6 +80,8 @@ class MooncakeStore:
         self._is_up = False
         self._must_clear = False
         """What the store has is to be given up, before anything is found or read."""
+        self._stuck: set[int] = set()
+        """Ids of calls that take longer than they may."""
         self._is_closing = threading.Event()
         self._has_started = threading.Event()
         self._unusable: str | None = None
@@ -90,7 +101,7 @@ class MooncakeStore:
     def find(self, names: Sequence[bytes]) -> list[bytes]:
         keys = [self._key(name) for name in names]
         answer = self._ask(lambda call_id: Find(call_id, keys))
-        if answer is None or not answer.is_done:
+        if answer is None or not answer.is_done or len(answer.found) != len(names):
             raise OSError("the store does not answer")
         return [name for name, is_there in zip(names, answer.found, strict=True) if is_there]
 
@@ -125,9 +136,10 @@ class MooncakeStore:
     def close(self) -> None:
         """What other workers have in this one's segment is lost with it."""
         self._is_closing.set()
-        with self._lock:
-            if self._socket is not None:
-                self._socket.shutdown(socket.SHUT_RDWR)
+        # not under the lock: a client that is stopped may keep a call waiting that has it
+        if (own := self._socket) is not None:
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
         self._thread.join(END_S + RESTART_S)
 
     def _key(self, name: bytes) -> str:
@@ -154,16 +166,31 @@ class MooncakeStore:
             except (OSError, PdServeError):
                 return None
         try:
-            result: Answer = answer.result()
+            result: Answer = answer.result(CALL_S)
         except WorkerLost:
             return None
+        except TimeoutError:
+            self._note_stuck(call_id, answer)
+            return None
         return result
+
+    def _note_stuck(self, call_id: int, answer: Future[Answer]) -> None:
+        with self._lock:
+            self._stuck.add(call_id)
+            if answer.done():  # it has just come, and `_handle` may not have seen the id
+                self._stuck.discard(call_id)
+            if len(self._stuck) > MAX_STUCK and self._process is not None:
+                log.warning("kv_store: %d calls take longer than %.0f s: the client is ended", len(self._stuck), CALL_S)
+                self._process.kill()
 
     # ---- the thread of the client's process
 
     def _keep(self) -> None:
         while not self._is_closing.is_set():
-            self._run()
+            try:
+                self._run()
+            except OSError as error:
+                log.warning("kv_store: the client cannot be started: %s", error)
             self._has_started.set()
             if self._unusable is not None or self._is_closing.wait(RESTART_S):
                 return
@@ -177,11 +204,16 @@ class MooncakeStore:
                 process = start_module(CLIENT_PROGRAM, theirs.fileno())
             with self._lock:
                 self._socket, self._process, self._calls = own, process, Calls()
+                self._stuck.clear()
+            if self._is_closing.is_set():
+                own.shutdown(socket.SHUT_RDWR)
             try:
                 send_frame(own, encode(Start(self._url)))
                 while (frame := receive_frame(own)) is not None:
                     self._handle(decode_from_client(frame))
-            except (OSError, PdServeError, ValueError) as error:
+            except OSError:
+                pass  # it has ended
+            except (PdServeError, msgspec.MsgspecError) as error:
                 log.warning("kv_store: the client is not understood: %s", error)
             with self._lock:
                 self._is_up, self._socket = False, None
@@ -201,6 +233,7 @@ class MooncakeStore:
                 self._has_started.set()
             case Answer():
                 self._calls.answer(message.call_id, message)
+                self._stuck.discard(message.call_id)
 
 
 def _end(process: ChildProcess) -> None:
