@@ -107,10 +107,11 @@ class _Client:
         for _ in range(NUM_THREADS):
             threading.Thread(target=self._answer_all, args=(calls,), daemon=True).start()
         threading.Thread(target=self._look_for_master, daemon=True).start()
-        while (frame := receive_frame(self._engine)) is not None:
-            call = decode_to_client(frame)
-            if not isinstance(call, Start):
-                calls.put(call)
+        with contextlib.suppress(OSError):
+            while (frame := receive_frame(self._engine)) is not None:
+                call = decode_to_client(frame)
+                if not isinstance(call, Start):
+                    calls.put(call)
 
     def _answer_all(self, calls: queue.SimpleQueue[Call]) -> None:
         self._of_thread.buffers = {}
