@@ -20,7 +20,7 @@ from tests.support.processes.cluster_processes import Cluster, Service, running_
 from tests.support.processes.inference_client import InferenceClient
 from tests.support.run.waiting import HANG_S, eventually
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 FLAGS = ("--dtype=float32", "--num-blocks=512", "--connector=tcp", "--max-model-len=1024")
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -80,7 +80,9 @@ class Computed:
         for name in WORKERS:
             service = self._cluster.services[name]
             with suppress(OSError):  # it has ended, or not begun
-                count = await asyncio.to_thread(self._cluster.metric, service, "pdserve_prompt_tokens_computed_total")
+                count = await asyncio.to_thread(
+                    self._cluster.metric, service, "pdserve_prompt_tokens_by_source_total", 'source="computed"'
+                )
                 self._of_lives[name, service.process.pid] = count
 
     @property

@@ -96,7 +96,7 @@ def outputs(
         first_position=position,
         token_ids=tokens(text) if token_ids is None else token_ids,
         finish_reason=reason,
-        cached_tokens=request_pb2.CachedTokens(pool=cached),
+        cached_tokens=request_pb2.CachedTokens(pool=cached) if cached else None,
         logprobs=logprobs,
     )
 

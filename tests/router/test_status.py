@@ -15,6 +15,7 @@ from pdserve.common import timeline as moments
 from pdserve.common.errors import NotFound
 from pdserve.common.request.cached_tokens import CACHED_SOURCES, NOTHING_CACHED, CachedTokens
 from pdserve.common.timeline import Timeline
+from pdserve.router.placement.block_moves import MOVE_OUTCOMES
 from pdserve.router.telemetry.metric_text import without_label
 from pdserve.router.telemetry.request_log import KEPT_REQUESTS, KEPT_S, AskedRequest, LoggedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
@@ -58,7 +59,7 @@ async def test_an_operator_sees_the_fleet_and_each_request_with_its_phases(clust
     assert view.queue.num_running == view.queue.num_queued == 0
     assert view.recent.num_requests == 1
     assert view.recent.output_tokens_per_s == pytest.approx(5 / view.recent.window_s)
-    assert view.moves == MovesView(blocks={"faster": 0, "slower": 0, "failed": 0}, requests={"moved": 0, "failed": 0})
+    assert view.moves == MovesView(blocks=dict.fromkeys(MOVE_OUTCOMES, 0), requests={"moved": 0, "failed": 0})
     [request] = view.slowest
     assert (request.num_cached_tokens, request.cached_tokens) == (3, CachedTokens(pool=3))
     assert (view.recent.num_prompt_tokens, view.recent.cached_tokens) == (

@@ -15,6 +15,8 @@ class SharedBlocks:
         self.blocks: dict[bytes, tuple[bytes, int]] = {}
         """By name: bytes and digest."""
         self.num_writes = 0
+        self.num_repeated = 0
+        """Writes of what was there."""
         self.num_lookups = 0
         self._lock = threading.Lock()
 
@@ -28,6 +30,7 @@ class SharedBlocks:
 
     def write(self, name: bytes, data: memoryview, digest: int) -> list[bytes]:
         with self._lock:
+            self.num_repeated += name in self.blocks
             if name not in self.blocks:
                 self.num_writes += 1
                 self.blocks[name] = bytes(data), digest
