@@ -66,8 +66,7 @@ def test_each_feature_is_tested_under_faults() -> None:
         for line in PAGE.read_text().partition("## Under faults")[2].splitlines()
         if line.startswith("|")
     ]
-    of_routers = "`rebalance` and `block_moves` `always`"
-    assert {name for name, *_ in rows[2:]} == {"none", of_routers, *SETTINGS} - {"TLS"}
+    assert {name for name, *_ in rows[2:]} == {"none", *SETTINGS} - {"TLS"}
     chaos = (ROOT / "tests/faults/test_chaos.py").read_text()
     for _, lives, matrix, runs in rows[2:]:
         for cell in (lives, matrix):
