@@ -51,7 +51,7 @@ class FakeFleet:
         return self.all
 
     def workers(self, role: WorkerRole) -> list[RemoteWorker]:
-        return [each for each in self.all if each.identity.role is role and each.state is WorkerState.LIVE]
+        return [each for each in self.all if each.role is role and each.state is WorkerState.LIVE]
 
     async def wait_for(self, look: Any, timeout_s: float) -> Any:
         while (found := look()) is None:
@@ -127,6 +127,19 @@ async def test_the_latest_and_those_that_were_cached_come_first(
         world.served(tokens, was_cached=was_cached)
     await world.drain()
     assert world.fetched == [("d1", num_blocks * BLOCK + 1, "d0") for num_blocks in (6, 4, 5, 3)]
+
+
+async def test_readers_have_the_role_of_the_worker_now(
+    decoders: list[RemoteWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they were started with."""
+    _, other, prefill = decoders
+    other.role, prefill.role = WorkerRole.PREFILL, WorkerRole.DECODE
+    world = World(decoders, monkeypatch)
+    world.has(decoders[0], text(0, 4))
+    world.served(text(0, 4))
+    await world.drain()
+    assert [name for name, _, _ in world.fetched] == ["p0"]
 
 
 async def test_what_others_have_or_a_later_turn_begins_with_is_not_read(

@@ -7,18 +7,18 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.router.attempts.call_events import CallReader, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import WorkerCall, block_source
-from pdserve.router.placement.placement import BlockMove
+from pdserve.router.placement.placement import BlockRead
 from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import step_stream_pb2
 
 
-async def fetch(worker: RemoteWorker, request: GenerationRequest, number: int, move: BlockMove) -> int:
+async def fetch(worker: RemoteWorker, request: GenerationRequest, number: int, read: BlockRead) -> int:
     """Have a worker read the blocks of the request's tokens that it lacks into its prefix cache; the call ends before this returns
     or raises. number: as an attempt's.
 
     Returns: how many of the tokens it then has. Raises: CallFailed.
     """
-    fields = {"attempt": number, "fetch": step_stream_pb2.Fetch(), "block_source": block_source(move)}
+    fields = {"attempt": number, "fetch": step_stream_pb2.Fetch(), "block_source": block_source(read)}
     reader = _FetchedReader(request, worker.identity.vocab_size)
     outgoing = OutgoingRequest(request).for_receiver()
     return await WorkerCall(worker, outgoing, reader, is_bulk=True, **fields).only_answer()

@@ -20,7 +20,7 @@ from pdserve.router.attempts.call_events import (
     PrefillReader,
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.placement.placement import BlockMove
+from pdserve.router.placement.placement import BlockMove, BlockRead
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.step_stream import SubmittedCall
 from pdserve.router.workers.worker import RemoteWorker
@@ -128,13 +128,13 @@ def _has_large_answer(request: GenerationRequest) -> bool:
     return sampling.prompt_logprobs is not None or (sampling.logprobs or 0) > MAX_LOGPROBS
 
 
-def block_source(move: BlockMove | None) -> step_stream_pb2.BlockSource | None:
+def block_source(read: BlockRead | None) -> step_stream_pb2.BlockSource | None:
     """As a submission carries it."""
-    if move is None:
+    if read is None:
         return None
-    source = move.source.identity
+    source = read.source.identity
     return step_stream_pb2.BlockSource(
-        worker_id=source.worker_id, epoch=source.epoch, address=source.attach_address, limit_s=move.limit_s
+        worker_id=source.worker_id, epoch=source.epoch, address=source.attach_address, limit_s=read.limit_s
     )
 
 

@@ -70,10 +70,17 @@ class PlacementHint(enum.Enum):
     """Decode prefills a prompt of any length, because the KV of a session is never transferred."""
 
 
-class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that the worker of an attempt reads from another one before it computes the rest."""
+class BlockRead(msgspec.Struct, frozen=True, kw_only=True):
+    """Cached blocks that one worker reads from another."""
 
     source: RemoteWorker
+    limit_s: float
+    """Seconds after which the reader does without what has not come."""
+
+
+class BlockMove(BlockRead, frozen=True, kw_only=True):
+    """Blocks that the worker of an attempt reads from another one before it computes the rest."""
+
     num_blocks: int
     """Places of the prompt that the source has and the reader has not, by their reports."""
     num_bytes: int
@@ -85,8 +92,6 @@ class BlockMove(msgspec.Struct, frozen=True, kw_only=True):
     move_s: float
     compute_s: float | None
     """None if the reader's rate is unknown."""
-    limit_s: float
-    """Seconds after which the reader computes what has not come."""
 
     @property
     def pays(self) -> bool:

@@ -1,9 +1,9 @@
 """`CacheMoves`: cached blocks of a worker that drains, which other workers read before it ends.
 
 The router knows by the workers' reports who has the blocks of a prompt, and keeps the tokens of what it has served lately. When a
-worker drains, other workers of its role fetch what only it has: first prompts of which a part had been cached, as those of
-conversations, and the latest of them first. Each is read as far as the worker has it, if reading takes less time than computing it
-again, and as long as there is room and time.
+worker drains, other workers of its role fetch what only it has: first prompts that were cached in part, as those of conversations
+are, and the latest of them first. Each is read as far as the worker has it, if reading takes less time than computing it again, and
+as long as there is room and time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.attempts.fetch_call import fetch
+from pdserve.router.placement.placement import BlockRead
 from pdserve.router.placement.recent_prompts import RecentPrompt, RecentPrompts
 from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.preparation import HashedRequest, Preparation
@@ -127,7 +128,7 @@ class _Leave:
         if not hashes or hashes[-1] in self._read:
             return  # a later turn's prompt begins with it
         others = [each for role in WorkerRole for each in self._fleet.workers(role)]
-        readers = [each for each in others if each.identity.role is self._worker.identity.role]
+        readers = [each for each in others if each.role is self._worker.role]
         reported = self._selector.reported(hashes, layout, [self._worker, *others])
         num_here = reported[self._worker.key]
         if num_here <= max((reported[each.key] for each in others), default=0):
@@ -136,15 +137,14 @@ class _Leave:
         if reader is None:
             return
         num_there = reported[reader.key]
-        move = self._selector.moves.of_leaving(self._worker, reader, num_there, num_here - num_there, others)
-        if move is None:
+        if self._selector.moves.of_leaving(self._worker, reader, num_there, num_here - num_there, others) is None:
             return
         self._read.update(hashes[:num_here])
         self._room[reader.key] -= num_here - num_there
-        # a prefill worker learns no answer of which it reads nothing; and of the last token nothing is read
+        # a prefill worker needs no more of the answer than it reads; and nothing is read of the last token
         request = self._first(prompt, num_here * layout.block_size + 1).request
         request = msgspec.structs.replace(request, request_id=self._name)
-        patient = msgspec.structs.replace(move, limit_s=max(0.1, self._deadline - time.monotonic()))
+        patient = BlockRead(source=self._worker, limit_s=max(0.1, self._deadline - time.monotonic()))
         try:
             num_tokens = await fetch(reader, request, next(self._numbers), patient)
         except CallFailed as failure:

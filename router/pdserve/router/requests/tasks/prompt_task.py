@@ -23,7 +23,7 @@ from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.call_events import Outputs, PromptLogprobs
 from pdserve.router.attempts.fetch_call import fetch
 from pdserve.router.attempts.migration import Migrated, MigrationSource
-from pdserve.router.placement.placement import BlockMove, Placement
+from pdserve.router.placement.placement import BlockRead, Placement
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
@@ -245,17 +245,8 @@ class PromptTask(PlacedTask[None]):
                 sampling_params=SamplingParams(max_tokens=len(output) + 1),
                 index=0,
             )
-            move = BlockMove(
-                source=source,
-                num_blocks=0,
-                num_bytes=0,
-                num_tokens=0,
-                base_s=0.0,
-                move_s=0.0,
-                compute_s=None,
-                limit_s=FETCH_AHEAD_LIMIT_S,
-            )
-            await fetch(receiver, request, next(self._numbers), move)
+            read = BlockRead(source=source, limit_s=FETCH_AHEAD_LIMIT_S)
+            await fetch(receiver, request, next(self._numbers), read)
             num_fetched = len(output)
 
     async def _go_on_migrated(self, request: GenerationRequest, retry_state: RetryState, migrated: Migrated) -> bool:
