@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -62,13 +62,12 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         logits_processors: LogitsProcessors | None = None,
         adapters: Adapters | None = None,
-        stored_names: Collection[bytes] = (),
+        stored_names: Iterable[bytes] = (),
     ) -> None:
         """heartbeat: advanced at each step, and by the executor before each call that computes layers.
 
         grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
-        requests may name; default: none. adapters: None without LoRA. stored_names: of the blocks that
-        the store has from before.
+        requests may name; default: none. adapters: None without LoRA. stored_names: of the blocks that the store has from before.
         """
         self.config = config
         self.vocab_size = vocab_size
@@ -77,9 +76,10 @@ class EngineCore:
         self.has_computed = False
         """True if the last step computed something; running sequences may all wait for blocks."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
-        self.scheduler.pool.know_stored(stored_names)
+        if (store := self.scheduler.pool.store) is not None:
+            store.know(stored_names)
+        self.scheduler.pool.announce_stored()
         self.adapters = adapters
-        self._stored_names = stored_names
         self.profile = StepProfile(config.profile_interval_s, config.profile_steps)
         self.verifier = RequestVerifier(
             max_model_len=config.max_model_len,
@@ -325,7 +325,7 @@ class EngineCore:
         self.executor.warm_up()
         self.scheduler.forget_history()
         self.profile.forget()
-        self.scheduler.pool.know_stored(self._stored_names)
+        self.scheduler.pool.announce_stored()
 
 
 def _refusal(check: Callable[[], None]) -> InvalidRequest | None:

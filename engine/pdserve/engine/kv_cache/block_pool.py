@@ -221,13 +221,11 @@ class BlockPool:
         in_host = self.tier is not None and block_hash in self.tier
         return in_host or (self.store is not None and not self.store.is_shared and block_hash in self.store)
 
-    def know_stored(self, names: Iterable[bytes]) -> None:
-        """Note blocks that the store has from before, and forget all changes but these."""
+    def announce_stored(self) -> None:
+        """Forget all changes, and note what the store has: of the cache, nothing has been announced yet."""
         self._changes.clear()
-        if self.store is not None:
-            self.store.know(names)
-            for name in names:
-                self._change(name, True)
+        for name in () if self.store is None or self.store.is_shared else self.store.names:
+            self._change(name, True)
 
     def forget_stored(self, names: Iterable[bytes]) -> None:
         """Note that the store has lost blocks that it was known to have."""

@@ -11,7 +11,7 @@ leave it without a report.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.engine.kv_cache.host_tier import HostTier, Slot
@@ -24,7 +24,7 @@ MAX_WRITING_SHARE = 0.25
 
 @dataclass(eq=False)
 class StoreTier:
-    """The books of one engine's store; the bytes are the executor's (`engine/runner/pool/stored_blocks.py`)."""
+    """The books of one engine's store; the bytes are the executor's (`engine/runner/pool/host_blocks.py`)."""
 
     _host: HostTier
     is_shared: bool = False
@@ -61,6 +61,11 @@ class StoreTier:
     def has_writes(self) -> bool:
         """True if writes are under way, or have to begin."""
         return bool(self._writes or self._unwritten)
+
+    @property
+    def names(self) -> Collection[bytes]:
+        """Of the blocks that are known to be there."""
+        return self._names.keys()
 
     def know(self, names: Iterable[bytes]) -> None:
         """Note blocks that the store has: from before, or as a lookup found."""
