@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
+from pdserve.cli.status.follow_worker import follow
 from pdserve.cli.status.status_client import StatusClient
-from pdserve.common.errors import DeadlineExceeded
 from pdserve.router.telemetry.status_view import WorkerView
-
-_LOOK_EVERY_S = 0.2
 
 
 def run_drain(client: StatusClient, worker_id: str, timeout_s: float) -> None:
@@ -18,15 +16,12 @@ def run_drain(client: StatusClient, worker_id: str, timeout_s: float) -> None:
     """
     client.drain(worker_id)
     began = time.monotonic()
-    said = ""
-    while timeout_s and (workers := _still_there(client, worker_id, time.monotonic() - began)):
-        text = ", ".join(f"{worker.num_calls} calls, {worker.num_sessions} sessions" for worker in workers)
-        if text != said:
-            said = text
-            print(f"{worker_id} drains: {text}", flush=True)
-        if time.monotonic() - began >= timeout_s:
-            raise DeadlineExceeded(f"{worker_id} has not left within {timeout_s:g} s: {text}")
-        time.sleep(_LOOK_EVERY_S)
+
+    def left() -> str:
+        workers = _still_there(client, worker_id, time.monotonic() - began)
+        return ", ".join(f"{worker.num_calls} calls, {worker.num_sessions} sessions" for worker in workers)
+
+    follow(left, timeout_s, f"{worker_id} drains", f"{worker_id} has not left")
     print(f"{worker_id} has left" if timeout_s else f"{worker_id} drains")
 
 
