@@ -17,7 +17,7 @@ from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler import read_times
 from pdserve.engine.scheduler.scheduler import Scheduler
 from tests.support.engine.engine_harness import Harness, MakeEngine
-from tests.support.engine.faulty_store import faulty_store, lies
+from tests.support.engine.faulty_store import announced, faulty_store, lies
 from tests.support.engine.hash_model import STATE, Chunk, greedy_answer, prompt_of, sampled_answer
 
 TINY: dict[str, Any] = {"num_blocks": 12, "num_host_blocks": (8,), "max_model_len": 48, "block_size": 4}
@@ -308,18 +308,10 @@ def test_slow_writes_hold_a_quarter_of_host_memory(make_engine: MakeEngine, stor
 def test_hashes_are_known_while_pool_or_tier_has_them(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine = make_engine(**TINY | {"num_host_blocks": (3,)}, store=DiskOptions(str(tmp_path), 1700, KEY))
     faulty = faulty_store(engine)
-    known: set[bytes] = set()
-    for number, length in enumerate((30, 31, 32, 30, 17, 31, 30, 33, 34, 30, 31, 32, 31, 32, 31, 32)):
-        faulty.fault = lies(random.Random(number))["flipped"] if number > 10 else None
-        engine.add(prompt_of(length))
-        while engine.core.has_work:
-            outputs = engine.core.step()
-            assert known.isdisjoint(outputs.blocks_stored)
-            assert known.issuperset(outputs.blocks_removed)
-            known = (known | set(outputs.blocks_stored)) - set(outputs.blocks_removed)
-            pool, tier = engine.scheduler.pool, engine.scheduler.pool.tier
-            assert tier is not None
-            assert known == pool._by_hash.keys() | tier._slots.keys() | books(engine)._names.keys()
+    for known in announced(engine, faulty):
+        pool, tier = engine.scheduler.pool, engine.scheduler.pool.tier
+        assert tier is not None
+        assert known == pool._by_hash.keys() | tier._slots.keys() | books(engine)._names.keys()
     assert books(engine).num_read > 0
     assert books(engine).num_lost > 0
     assert books(engine).num_failed > 0

@@ -719,7 +719,7 @@ def test_i2_i3_i4_i6_i13_i14_i15_lives_with_a_shared_store(
     num_read = num_failed = num_found = 0
     for seed in seeds:
         window, shapes = STORE_MODELS[seed % len(STORE_MODELS)]
-        life = live(make_engine, seed, 20, window, shapes, stores=True, shares=True)
+        life = live(make_engine, seed, 24, window, shapes, stores=True, shares=True)
         for store in stores_of(life):
             num_read, num_failed = num_read + store.num_read, num_failed + store.num_failed
             num_found += store.num_found

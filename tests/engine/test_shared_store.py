@@ -17,7 +17,7 @@ from pdserve.engine.scheduler import read_times, store_lookups
 from pdserve.engine.scheduler.scheduler import Scheduler
 from tests.support.engine.drafters import speculation
 from tests.support.engine.engine_harness import Harness, MakeEngine
-from tests.support.engine.faulty_store import faulty_store, lies, wrong_finds
+from tests.support.engine.faulty_store import announced, faulty_store, lies, wrong_finds
 from tests.support.engine.hash_model import STATE, Chunk, greedy_answer, prompt_of, sampled_answer
 from tests.support.engine.late_grammars import LateCompiler, random_form
 from tests.support.engine.shared_store import SharedBlocks
@@ -291,18 +291,10 @@ def test_drafts_and_steps_ahead_go_on(make_engine: MakeEngine, written: SharedBl
 def test_what_is_shared_is_announced_by_nobody(make_engine: MakeEngine, written: SharedBlocks) -> None:
     engine = make_engine(**TINY | {"num_host_blocks": (3,)}, store=written)
     faulty = faulty_store(engine)
-    known: set[bytes] = set()
-    for number, length in enumerate((30, 31, 32, 30, 17, 31, 30, 33, 34, 30, 31, 32, 31, 32, 31, 32)):
-        faulty.fault = lies(random.Random(number))["flipped"] if number > 10 else None
-        engine.add(prompt_of(length))
-        while engine.core.has_work:
-            outputs = engine.core.step()
-            assert known.isdisjoint(outputs.blocks_stored)
-            assert known.issuperset(outputs.blocks_removed)
-            known = (known | set(outputs.blocks_stored)) - set(outputs.blocks_removed)
-            pool, tier = engine.scheduler.pool, engine.scheduler.pool.tier
-            assert tier is not None
-            assert known == pool._by_hash.keys() | tier._slots.keys()
+    for known in announced(engine, faulty):
+        pool, tier = engine.scheduler.pool, engine.scheduler.pool.tier
+        assert tier is not None
+        assert known == pool._by_hash.keys() | tier._slots.keys()
     assert books(engine).num_read > 0
     assert books(engine).num_failed > 0
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.engine.runner.pool.block_store import BlockStore
 from tests.support.engine.engine_harness import Harness
+from tests.support.engine.hash_model import prompt_of
 from tests.support.run.waiting import HANG_S
 
 Fault = Callable[[bytes, memoryview, int | None], int | None]
@@ -120,3 +121,17 @@ def lies(draws: random.Random) -> dict[str, Fault]:
         raise OSError(5, "Input/output error")
 
     return {fault.__name__: fault for fault in (missing, flipped, truncated, swapped, forged, fails)}
+
+
+def announced(engine: Harness, faulty: FaultyStore) -> Iterator[set[bytes]]:
+    """Serve prompts that come again, the last of them with damaged blocks; gives after each step the hashes that are announced."""
+    known: set[bytes] = set()
+    for number, length in enumerate((30, 31, 32, 30, 17, 31, 30, 33, 34, 30, 31, 32, 31, 32, 31, 32)):
+        faulty.fault = lies(random.Random(number))["flipped"] if number > 10 else None
+        engine.add(prompt_of(length))
+        while engine.core.has_work:
+            outputs = engine.core.step()
+            assert known.isdisjoint(outputs.blocks_stored)
+            assert known.issuperset(outputs.blocks_removed)
+            known = (known | set(outputs.blocks_stored)) - set(outputs.blocks_removed)
+            yield known
