@@ -1,13 +1,13 @@
 """Milliseconds to the first token of a prompt whose blocks have left the pool: loaded from a tier or computed, in turns.
 
 Usage: python benchmarks/host_tier.py [--model FOLDER] [--load-format dummy] [--lengths 64 256 1024 2048] [--rounds 7] [--threads 1]
-                                      [--beside 4] [--host-mib 1024] [--disk FOLDER]
+                                      [--decoding 4] [--host-mib 1024] [--disk FOLDER]
 
 Loaded: the prompt was served before, then another took the whole pool, and with `--disk` others all of host memory: then it is read
 from the disk, or from what the operating system caches of it. Computed: the same prompt with another salt, so that nothing of it is
 found. `store`: a prompt computed in a full pool, over the same in an engine without tiers; the difference is the copy of the blocks
 that it displaces; both engines use one pool, so their texts mean nothing. The last columns are a step's milliseconds of other
-sequences that decode meanwhile (`--beside`): medians of steps while a load is under way and of steps without one, and the time of
+sequences that decode meanwhile (`--decoding`): medians of steps while a load is under way and of steps without one, and the time of
 the load.
 """
 
@@ -99,9 +99,9 @@ def make_core(loaded: LoadedModel, settings: WorkerSettings, store: StoreOptions
     )
 
 
-def steps_beside(asker: Asker, seed: int, num_tokens: int, num_beside: int) -> tuple[float, float, float]:
+def steps_during_load(asker: Asker, seed: int, num_tokens: int, num_decoding: int) -> tuple[float, float, float]:
     """(milliseconds of a step during a load, of one without, of the load) while other sequences decode."""
-    names = {asker.add(10**6 + number, 16, max_tokens=64) for number in range(num_beside)}
+    names = {asker.add(10**6 + number, 16, max_tokens=64) for number in range(num_decoding)}
     for _ in range(8):
         asker.core.step()
     during, without = list[float](), list[float]()
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace, folder: Path, length: int) -> None:
     asker = Asker(make_core(loaded, settings, None if claim is None else claim.options), vocab_size)
     plain, plain_settings = replace(loaded, host_caches=()), replace_settings(settings, kv_disk_path=None)
     times: dict[str, list[float]] = {"loaded": [], "computed": [], "full": [], "full without": []}
-    beside: list[tuple[float, float, float]] = []
+    meanwhile: list[tuple[float, float, float]] = []
     fresh = 1000
     asker.first_token_ms(1, length)
     asker.first_token_ms(1, length)
@@ -172,13 +172,13 @@ def measure(args: argparse.Namespace, folder: Path, length: int) -> None:
         for name, one in (("full", asker), ("full without", without)):
             fresh += 1
             times[name].append(one.first_token_ms(fresh, length))
-        if args.beside:
-            beside.append(steps_beside(asker, 1, length, args.beside))
+        if args.decoding:
+            meanwhile.append(steps_during_load(asker, 1, length, args.decoding))
             displace(asker)
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     num_bytes = (length - 1) // 16 * loaded.layout.place_bytes
     during, usual, load_ms = (
-        (statistics.median(column) for column in zip(*beside[1:], strict=True)) if beside else (math.nan,) * 3
+        (statistics.median(column) for column in zip(*meanwhile[1:], strict=True)) if meanwhile else (math.nan,) * 3
     )
     print(
         f"{length:6} | {num_bytes / 2**20:7.1f} | {medians['loaded']:8.2f} | {medians['computed']:8.2f} | "
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--beside", type=int, default=4)
+    parser.add_argument("--decoding", type=int, default=4)
     parser.add_argument("--host-mib", type=int, default=1024)
     parser.add_argument("--disk", help="a folder; --host-mib then is a few blocks, so that they leave host memory soon")
     args = parser.parse_args()
@@ -213,7 +213,7 @@ def main() -> None:
         print(f"{name}: {value}")
     print(args)
     print(
-        "tokens | MiB | loaded, ms | computed, ms | ratio | store | step during, ms | step without, ms | load beside, ms"
+        "tokens | MiB | loaded, ms | computed, ms | ratio | store | step during, ms | step without, ms | load meanwhile, ms"
     )
     for length in args.lengths:
         measure(args, folder, length)

@@ -1,4 +1,4 @@
-"""Times between two tokens of streams of which all are at one of two decode workers, with and without `rebalance`.
+"""Times between two tokens of streams that are all at one of two decode workers, with and without `rebalance`.
 
 One prefill and two decode workers. In a skewed round all prompts begin alike: placement by cached prefix sends them to the decode
 worker that has the beginning. In an even round each prompt has a beginning of its own, and both workers get as many. Clusters, one

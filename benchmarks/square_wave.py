@@ -47,7 +47,7 @@ ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "
 
 @dataclass(frozen=True)
 class Phase:
-    """A kind of load, of which a worker of the role that has the work serves `capacity` requests per second."""
+    """A kind of load. A worker of the role that has the work serves `capacity` of its requests per second."""
 
     name: str
     prompt_tokens: int
@@ -151,7 +151,7 @@ async def ask(stub: Any, phase: Phase, prompt: list[int], seen: Seen) -> None:
 
 
 async def wave(grpc: str, options: argparse.Namespace, number: int, seen: dict[str, Seen]) -> None:
-    """number: of the round; the two of a pair have the same arrivals, and every round other tokens, of which nothing is cached."""
+    """number: of the round; the two of a pair have the same arrivals, and each round has its own tokens, so nothing is cached."""
     draw, tokens = random.Random(SEED + number // 2), random.Random(SEED + 1000 + number)
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(make_public_channel(grpc)) for _ in range(NUM_CONNECTIONS)]

@@ -4,7 +4,7 @@ Traces are files of WEKA's agentic sessions (.json: think times, sub-agents, eac
 Mooncake (.jsonl: arrival times). Lengths are divided by --scale, times by --speed; a
 session ends before the first request that is too long for the model.
 
-Each cluster gets the same sessions. Its name is a value of `block_moves`, or `together`: the same number of workers, each of which
+Each cluster gets the same sessions. Its name is a value of `block_moves`, or `together`: as many workers, and each
 prefills and decodes. Further settings of one cluster follow after commas: `auto,kv-host-mib=256`.
 
     necessary    prompt tokens of a request that are in no full block of 16 tokens of an earlier request or of its answer
