@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class App:
-    """/ answers at once, /read after the body, /refuse without reading it, /much with 8 MiB."""
+    """/ answers at once, /read after the body, /refuse without reading it, /much with 8 MiB, /never not at all."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -48,6 +48,7 @@ class App:
                 Route("/read", self.read, methods=["POST"]),
                 Route("/refuse", self.refuse, methods=["POST"]),
                 Route("/much", self.much),
+                Route("/never", self.never),
             ]
         )
 
@@ -59,6 +60,10 @@ class App:
 
     async def much(self, request: Request) -> Response:
         return Response(b"x" * (8 << 20))
+
+    async def never(self, request: Request) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def read(self, request: Request) -> Response:
         from starlette.requests import ClientDisconnect
@@ -233,6 +238,19 @@ async def test_what_clients_can_cause_is_logged_at_a_bounded_rate(caplog: pytest
     assert [record.getMessage()[:27] for record in caplog.records] == [
         "Invalid HTTP request receiv", "Unsupported upgrade request", "No supported WebSocket libr"
     ]  # fmt: skip
+
+
+async def test_a_stop_cuts_requests_off_in_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as served:
+        clients = [await served.connect() for _ in range(3)]
+        for _, writer in clients:
+            writer.write(b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
+        await eventually(lambda: len(served.server.server_state.tasks) == 3)
+    for reader, writer in clients:
+        assert not (await closed(reader)).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert [record.getMessage()[:24] for record in caplog.records] == ["Cancel 3 running task(s)"]
+    assert "Traceback" not in caplog.text
 
 
 async def test_silent_connections_keep_nobody_out() -> None:

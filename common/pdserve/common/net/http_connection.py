@@ -59,7 +59,15 @@ class ClientFaults(logging.Filter):
 
 
 CLIENT_FAULTS = ClientFaults()
-logging.getLogger("uvicorn.error").addFilter(CLIENT_FAULTS)
+
+
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """False for a request that a stop has cut off: uvicorn logs an exception for each, after a line that counts them."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+for kept in (CLIENT_FAULTS, _is_no_cut):
+    logging.getLogger("uvicorn.error").addFilter(kept)
 
 
 class GuardedConnection(H11Protocol):

@@ -23,6 +23,8 @@ _ACCEPT_PAUSE_S = 0.05
 _UNSENT_BYTES = 64 << 10
 """Bytes of a connection that the system takes beyond those under way to the client; by default 4 MiB, which no limit counts."""
 _LOOK_EVERY_S = 1.0
+_CUT_S = 1.0
+"""Seconds in which requests that a stop cuts off end."""
 
 
 class HttpServer(uvicorn.Server):
@@ -91,6 +93,9 @@ class HttpServer(uvicorn.Server):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await super().shutdown(sockets)
+        # what is left has been cancelled, and its clients are still to be told
+        if cut := set(self.server_state.tasks):
+            await asyncio.wait(cut, timeout=_CUT_S)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Until it ends, or the server does."""
