@@ -24,7 +24,7 @@ from tests.support.processes.cluster_processes import Cluster, running_cluster
 from tests.support.processes.inference_client import InferenceClient
 from tests.support.run.waiting import HANG_S, eventually, wait_until
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 
 FLAGS = ("--dtype=float32", "--num-blocks=512")
 LONG = "--max-model-len=2048"
@@ -78,6 +78,7 @@ async def finish(stream: Any, answer: list[int]) -> None:
         answer.extend(message.token_ids)
 
 
+@pytest.mark.slow
 async def test_i1_i16_streams_and_caches_stay(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)
@@ -227,6 +228,7 @@ async def _back_and_forth(cluster: Cluster, times: int, longest: int) -> None:
         assert cluster.metric(cluster.router, "pdserve_migrations_total", 'outcome="failed"') == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_i4_a_worker_that_dies_while_its_role_changes(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
