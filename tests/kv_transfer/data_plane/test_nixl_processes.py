@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -181,3 +183,22 @@ def test_i9_what_a_lying_source_says_fails_the_read(source: SourceProcess, recei
         assert "outside its pool" in start_read(receiver, source.metadata, source.token, [lie]).wait_failed()
     read = start_read(receiver, source.metadata, source.token, source.blocks[:4])
     assert read.wait_ended() is ReadOutcome.DONE, "a lie cost an honest read"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_no_finalizer_changes_the_exit_status(status: int) -> None:
+    """Where rdma-core is installed, those of NIXL's own libraries crash; `abort` stands for them where it is not."""
+    program = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)
+from pdserve.kv_transfer.nixl.nixl_agent import UcxAgent
+agents = [UcxAgent("left"), UcxAgent("ended")]
+agents[1].destroy()
+print("whole")
+sys.exit(int(sys.argv[1]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(status)], stdout=subprocess.PIPE, timeout=HANG_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (status, b"whole\n")

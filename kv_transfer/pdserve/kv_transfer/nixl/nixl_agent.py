@@ -11,7 +11,9 @@ connector does not have this problem, and is faster.
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import functools
 import importlib
 import os
 import threading
@@ -280,9 +282,22 @@ def _bindings() -> Any:
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
-        return importlib.import_module("nixl")._bindings
+        bindings = importlib.import_module("nixl")._bindings
     except Exception as error:  # a broken wheel may raise any exception of its libraries
         raise TransferFailed(f"the package nixl cannot be imported: {_reason(error)}") from error
+    _exit_without_finalizers()
+    return bindings
+
+
+@functools.cache
+def _exit_without_finalizers() -> None:
+    """Let this process exit with its status before the finalizers of C libraries run.
+
+    NIXL's wheel brings a libnl, and UCX loads the system's as well where rdma-core is installed with its providers (`libefa`). Both
+    then unregister from the same list, and the process would end with SIGSEGV after all else is done.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 def _reason(error: Exception) -> str:
