@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.models.lora_adapters import adapter_flags
 from tests.support.models.real_weights import real_folder
 from tests.support.processes.cluster_processes import running_cluster
 from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.mooncake_master import mooncake_master
 from tests.support.processes.prepared_children import ENGINE_PROCESS, RANK_1
 
 from .chaos_load import ALL_REMOTE, FLAGS, MOVES, Load
@@ -54,6 +56,7 @@ BLOCKS_OF_GROUPS, NUM_GROUPS = 16, 4
 DRAFTS = {"num_speculative_tokens": 3, "disable_by_batch_size": 6}
 """None while many sequences run; they are of the model itself, and so nearly always right, or of its draft head."""
 DISK = (*HOST_TIER, "kv_disk_gib=0.1", "kv_disk_path={folder}/disk")
+STORE = (*HOST_TIER, "kv_store={store}")
 WRITTEN = "pdserve_kv_store_blocks_written_total"
 LOADED = "pdserve_kv_host_blocks_loaded_total"
 ACCEPTED = "pdserve_spec_decode_num_accepted_tokens_total"
@@ -69,7 +72,7 @@ class Run:
     at_once: int = 1
     placement: Sequence[str] = ()
     settings: Sequence[str] = ()
-    """Given to all workers; `{folder}` is a folder of the run."""
+    """Given to all workers; `{folder}` is a folder of the run, `{store}` the address of a shared store."""
     adapters: Sequence[str] = ()
     drafts: bool = False
     model: str = "llama"
@@ -87,8 +90,9 @@ class Run:
     """Requests whose texts depend on whether a token was prefilled or decoded: sums in another order change roundings to 8 bits,
     and log-probabilities of this model by up to 0.12."""
 
-    def flags(self, model: Path, worker: str, folder: Path) -> list[str]:
-        settings = [f"connector={self.connector}", *(setting.format(folder=folder) for setting in self.settings)]
+    def flags(self, model: Path, worker: str, folder: Path, store: str) -> list[str]:
+        places = {"folder": folder, "store": store}
+        settings = [f"connector={self.connector}", *(setting.format(**places) for setting in self.settings)]
         if self.model == "windows":
             settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
@@ -119,6 +123,10 @@ RUNS = {
     "nixl-two": Run(4, "nixl", at_once=2, num_rounds=15),
     "tcp-remote-tier": Run(5, placement=ALL_REMOTE, settings=HOST_TIER, num_rounds=15, used=(LOADED,)),
     "tcp-tier-disk": Run(27, settings=DISK, num_rounds=15, used=(LOADED, WRITTEN)),
+    "tcp-tier-store": Run(32, settings=STORE, num_rounds=15, used=(LOADED, WRITTEN)),
+    "nixl-remote-tier-store-two": Run(
+        33, "nixl", at_once=2, placement=ALL_REMOTE, settings=STORE, num_rounds=15, used=(LOADED, WRITTEN)
+    ),
     "adapters": Run(5, adapters=_NAMES, num_rounds=15),
     "adapters-remote-two": Run(6, at_once=2, placement=ALL_REMOTE, adapters=_NAMES, num_rounds=15),
     "drafts": Run(7, drafts=True, used=(ACCEPTED,)),
@@ -184,9 +192,12 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     model, draw = str(base), random.Random(run.seed)
     lora = adapter_flags(tmp_path / "adapters", base, *run.adapters) if run.adapters else ()
     ways = OF_PARTS if run.parts else WAYS
-    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
+    with ExitStack() as stack:
+        master = stack.enter_context(mooncake_master(tmp_path)) if STORE[-1] in run.settings else None
+        store = "" if master is None else master.url(segment_mib=16)
+        cluster = stack.enter_context(running_cluster(tmp_path, PREPARED_WORKER))
         for name in WORKERS:
-            flags = ["--model", model, *FLAGS, *run.flags(base, name, tmp_path), *PIECES.get(name, ()), *lora]
+            flags = ["--model", model, *FLAGS, *run.flags(base, name, tmp_path, store), *PIECES.get(name, ()), *lora]
             cluster.launch_worker(role_of(name), *flags, name=name)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:
@@ -209,6 +220,9 @@ async def test_i4_faults_at_random_moments_change_no_answer(
             load.begin()
             for _ in range(run.num_rounds):
                 await asyncio.sleep(draw.uniform(0.0, 0.6))
+                if master is not None and draw.random() < 0.3:
+                    master.kill()
+                    await asyncio.to_thread(master.start)
                 victims = [draw.choice(WORKERS[:2]), draw.choice(WORKERS[2:])]  # never all of a role
                 faults = [(cluster.services[name], draw.choice(ways)) for name in draw.sample(victims, run.at_once)]
                 with load.sessions_may_be_lost(any(victim.role == "decode" for victim, _ in faults)):

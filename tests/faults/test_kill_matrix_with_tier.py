@@ -1,15 +1,17 @@
-"""The kill matrix with pools of two prompts, host memory for four, and a disk for all: loads, preemptions and transfers at once."""
+"""The kill matrix with pools of two prompts, host memory for four, and a disk or a shared store for all: loads, preemptions and
+transfers at once."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.mooncake_master import mooncake_master
 from tests.support.processes.pausing_worker import PHASES
 from tests.support.run.waiting import HANG_S
 
@@ -18,14 +20,26 @@ from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
-SMALL_POOL = ("--num-blocks=30", "--kv-host-mib=1", "--kv-disk-gib=0.05")
+SMALL_POOL = ("--num-blocks=30", "--kv-host-mib=1")
 """The matrix's requests have up to 14 blocks each."""
 
 
+@pytest.fixture(scope="module", params=["disk", "store"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[str]]:
+    """Settings of a worker for what lies below host memory."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "disk":
+        yield f"--kv-disk-path={folder}", "--kv-disk-gib=0.05"
+        return
+    with mooncake_master(folder) as master:
+        yield "--kv-store", master.url(segment_mib=16)
+
+
 @pytest.fixture(scope="module")
-def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    disk = f"--kv-disk-path={tmp_path_factory.mktemp('disk')}"
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, *SMALL_POOL, disk) as made:
+def matrix(
+    tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, store: Sequence[str]
+) -> Iterator[Matrix]:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, *SMALL_POOL, *store) as made:
         yield made
         workers = [service for service in made.cluster.services.values() if service.role != "router"]
         counts = {
