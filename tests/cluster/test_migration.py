@@ -190,6 +190,28 @@ async def test_i16_sequences_that_move_at_random_moments_say_the_same(
         await compare(cluster, stays, moves, least=40)
 
 
+@pytest.mark.parametrize("on_kv_failure", [pytest.param("local", marks=pytest.mark.slow), "fail"])
+@pytest.mark.timeout(600)
+async def test_i16_moves_that_fail_cost_no_answer(
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path, on_kv_failure: str
+) -> None:
+    """In pools of two or three sequences their blocks are often reused before they are wanted."""
+    model = tiny_checkpoints("llama")
+    flags, router = ("--num-blocks=34",), ("--max-attempts=1", f"--on-kv-failure={on_kv_failure}")
+    with two_decode_workers(tmp_path, model, *flags, router=router) as (_, stays, moves):
+        requests = [
+            (prompt_of(150 + 10 * number, seed=number), {"max_tokens": LENGTH, "ignore_eos": True, "seed": number})
+            for number in range(8)
+        ]
+        async with InferenceClient(stays.address) as still, InferenceClient(moves.address) as moving:
+            expected = [await said(still, *request) for request in requests]
+            give_up_at = asyncio.get_running_loop().time() + HANG_S
+            while moves.read_log().count("were reused before they were wanted") < 5:
+                assert asyncio.get_running_loop().time() < give_up_at, "no move has failed"
+                found = await asyncio.gather(*(said(moving, *request) for request in requests))
+                assert list(map(texts, found)) == list(map(texts, expected))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_i16_a_thousand_moves(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:

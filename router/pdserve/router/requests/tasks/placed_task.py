@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 WAIT_FOR_WORKER_S = 5.0
 """Seconds for which a request waits for a worker that may serve it, if none is being started (`Fleet.wait_for_worker`)."""
 MAX_EVICTIONS = 16
-"""Evictions of one request that do not count as failed attempts: each let other sequences continue."""
+"""Evictions and failed moves of one request that do not count as failed attempts: each let other sequences continue, or was this
+router's choice."""
 T = TypeVar("T")
 
 
@@ -190,19 +191,21 @@ class PlacedTask(ABC, Generic[T]):
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
                 failure = failed
+            has_not_moved = retry_state.source is not None and failure.in_transfer
             retry_state.end_migration()
             if self.num_output_tokens > num_tokens and is_sampled:
                 retry_state.sampler_version = placement.sampler_version
             if (full := failure.refused_by) is not None:
                 await self._full.refused(full, failure.error)
                 continue
-            if isinstance(failure.error, Evicted) and retry_state.num_evictions < MAX_EVICTIONS:
+            is_uncounted = has_not_moved or isinstance(failure.error, Evicted)
+            if is_uncounted and retry_state.num_evictions < MAX_EVICTIONS:
                 retry_state.num_evictions += 1
             else:
                 retry_state.num_counted += 1
             told = self.request_id, number, self.num_output_tokens, failure
             log.info("request %s: attempt %d failed after %d tokens: %s", *told)
-            retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted)
+            retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted, has_not_moved)
             retry_state.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
             if resumed is request and not self.num_output_tokens and isinstance(failure.error, AdapterUnavailable):
                 refused_by, self._prepared = retry_state.blamed, {}
@@ -223,8 +226,11 @@ class PlacedTask(ABC, Generic[T]):
         """After a failed attempt, serve the sequences of the request in attempts of their own; False if they need none."""
         return False
 
-    def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> PlacementHint:
-        """Parameters of the next attempt. Raises the failure's error when there is none."""
+    def _after(
+        self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int, has_not_moved: bool
+    ) -> PlacementHint:
+        """Parameters of the next attempt. has_not_moved: what failed is the move of a sequence. Raises the failure's error when there
+        is none."""
         error = failure.error
         self._crash_guard.count(failure, prompt_digest)
         if (
@@ -233,7 +239,7 @@ class PlacedTask(ABC, Generic[T]):
             or num_counted >= self._services.settings.limits.max_attempts
         ):
             raise error
-        if failure.in_transfer:
+        if failure.in_transfer and not has_not_moved:
             if (answer := self._services.settings.on_kv_failure) == "fail":
                 raise error
             return PlacementHint(answer)

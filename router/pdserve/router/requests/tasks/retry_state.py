@@ -23,7 +23,7 @@ class RetryState(msgspec.Struct, kw_only=True):
     source: MigrationSource | None = None
     """The next attempt continues this sequence of another worker."""
     num_evictions: int = 0
-    """Attempts that ended because other sequences needed the blocks: no failure of a worker."""
+    """Attempts that ended because other sequences needed the blocks, or because a move failed: no failure of a worker."""
     sampler_version: int | None = None
     """Version of the sampler of the last token; None before the first, and for a greedy request, where it does not matter."""
 
