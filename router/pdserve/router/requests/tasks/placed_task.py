@@ -229,8 +229,10 @@ class PlacedTask(ABC, Generic[T]):
     def _after(
         self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int, has_not_moved: bool
     ) -> PlacementHint:
-        """Parameters of the next attempt. has_not_moved: what failed is the move of a sequence. Raises the failure's error when there
-        is none."""
+        """Parameters of the next attempt. has_not_moved: what failed is the move of a sequence.
+
+        Raises: the failure's error when there is no next attempt.
+        """
         error = failure.error
         self._crash_guard.count(failure, prompt_digest)
         if (
