@@ -141,6 +141,20 @@ def test_ranks_have_a_tier_each_and_one_draft_model() -> None:
     assert needs.host == 2 * each + needs.draft_model
 
 
+@pytest.mark.slow
+def test_each_rank_adds_memory_to_a_shared_store() -> None:
+    url = "mooncake://127.0.0.1:1?segment_mib=100"
+    shared = DecodeSettings(tensor_parallel_size=2, kv_host_mib=7, kv_store=url)
+    alone = DecodeSettings(tensor_parallel_size=2, kv_host_mib=7)
+    folder = model_folder("demo", download=False)
+    assert memory_needs(folder, shared).host - memory_needs(folder, alone).host == 2 * (100 + 128) << 20
+    [finding] = check_memory(shared)
+    assert "the shared store of 2 ranks 456 MiB" in finding.what
+    [finding] = check_memory(DecodeSettings(kv_host_mib=7, kv_store=url.replace("100", str(1 << 30))))
+    assert finding.verdict is Verdict.FAILED
+    assert "segment_mib of kv_store" in str(finding)
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, content in files.items():
         path = root / name

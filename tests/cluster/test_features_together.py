@@ -6,6 +6,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from pdserve.v1 import request_pb2
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import make_windowed_model
-from tests.support.models.features import GROUPS, TIERS, TOGETHER, WITH_GROUPS, settings_of
+from tests.support.models.features import GROUPS, SHARED, TIERS, TOGETHER, WITH_GROUPS, settings_of
 from tests.support.models.lora_adapters import make_adapter
 from tests.support.processes.cluster_processes import Cluster, running_cluster
 from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.mooncake_master import mooncake_master
 from tests.support.processes.tls_authority import Authority
 from tests.support.run.waiting import HANG_S
 
@@ -112,14 +114,18 @@ def together(
     adapter = make_adapter(tmp_path / "adapter", model, seed=1, spread=0.3)
     settings = {"connector": "tcp"} | COMMON | settings_of(features)
     settings["num_blocks"] = 256
-    if TIERS in features:  # a pool that holds two of the prompts
+    if TIERS in features:
         settings["kv_disk_path"] = str(tmp_path / "disk")
+    if "kv_host_mib" in settings:  # a pool that holds two of the prompts
         settings["num_blocks"] = 9 if has_groups else 20
     if "enable_lora" in settings:
         settings["lora_modules"] = f"own={adapter}"
-    flags = [f"--{name}={_as_text(value)}" for name, value in settings.items()]
     authority = Authority(tmp_path / "inside") if "TLS" in features else None
-    with running_cluster(tmp_path) as cluster:
+    with ExitStack() as stack:
+        if SHARED in features:
+            settings["kv_store"] = stack.enter_context(mooncake_master(tmp_path)).url(segment_mib=16)
+        flags = [f"--{name}={_as_text(value)}" for name, value in settings.items()]
+        cluster = stack.enter_context(running_cluster(tmp_path))
         if authority is not None:
             cluster.tls = authority.identity().client
         workers = []
@@ -190,7 +196,7 @@ def check_use(together: Together) -> None:
     """Each feature was in use, and not merely switched on."""
     cluster, features = together.cluster, together.features
     prefill, decode = (cluster.services[role] for role in ("prefill", "decode"))
-    if TIERS in features:
+    if TIERS in features or SHARED in features:
         assert cluster.metric(decode, "pdserve_kv_host_blocks_loaded_total") > 0
         assert cluster.metric(decode, "pdserve_kv_store_blocks_written_total") > 0
     if "`speculative_config`" in features:

@@ -36,7 +36,8 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield warning("this system does not report its free memory", f"make sure that {_mib(needs.host)} is free")
     else:
         tier = {"the host-memory tier": needs.host_tier} if needs.host_tier else {}
-        on_host = on_host | {"the process, about": needs.process} | tier
+        store = {"the shared store": needs.store} if needs.store else {}
+        on_host = on_host | {"the process, about": needs.process} | tier | store
         of_ranks = "" if needs.ranks == 1 else f" of {needs.ranks} ranks"
         on_host = {name + of_ranks: needs.ranks * size for name, size in on_host.items()}
         on_host |= {} if needs.on_gpu else draft
@@ -64,7 +65,10 @@ def _on_gpu(gpus: Sequence[Gpu], device: str, parts: dict[str, int], num_bytes: 
 
 def _fit(where: str, parts: dict[str, int], num_bytes: int, free_bytes: int, limited_by: str) -> Finding:
     shown = f"{where}: {_needed(parts, num_bytes)}, free {_mib(free_bytes)} by {limited_by}"
-    advice = "reduce kv_cache_mib (or num_blocks) or kv_host_mib, use a smaller dtype or model, or free up memory"
+    advice = (
+        "reduce kv_cache_mib (or num_blocks), kv_host_mib or the segment_mib of kv_store, "
+        "use a smaller dtype or model, or free up memory"
+    )
     if num_bytes > free_bytes:
         return failed(shown, advice)
     if num_bytes > TIGHT_SHARE * free_bytes:

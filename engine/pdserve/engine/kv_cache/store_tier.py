@@ -87,7 +87,7 @@ class StoreTier:
         return gone
 
     def entered_host(self, name: bytes) -> None:
-        """A block has entered the host-memory tier. A shared store may have lost it without a report; it is asked before a write."""
+        """A block has entered the host-memory tier. A shared store may lose blocks without a report; it is asked first."""
         if self.is_shared or name not in self._names:
             self._unwritten[name] = None
 

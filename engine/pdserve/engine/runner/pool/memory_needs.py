@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.common.settings.kv_store_url import MooncakeUrl
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes
@@ -23,6 +24,8 @@ PROCESS_BYTES = 400 << 20
 """Memory of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
 CUDA_PROCESS_BYTES = 1 << 30
 """Additional host memory of a CUDA context."""
+_STORE_CLIENT_BYTES = 128 << 20
+"""The client's process of a shared store, with its buffer and without the memory that it adds to the store (measured)."""
 _SEND_BYTES = 64 << 20
 """As `SEND_BYTES` and twice `DIGEST_BYTES` of `kv_transfer/make_connectors.py`."""
 _LOGITS_BYTES, _LOGITS_COPIES = 4, 3
@@ -43,6 +46,8 @@ class MemoryNeeds:
     host_tier: int
     """Main memory for blocks that the pool reuses, of each rank."""
     on_gpu: bool
+    store: int = 0
+    """Main memory that a shared store takes for each rank: its client, and what is added to the store."""
     ranks: int = 1
     """Processes that share the model on this machine; each has a GPU of its own."""
     draft_model: int = 0
@@ -54,7 +59,7 @@ class MemoryNeeds:
     def host(self) -> int:
         """Bytes of main memory, of all ranks together."""
         each = self.process + (self.transfers if self.on_gpu else self._of_model)
-        return self.ranks * (each + self.host_tier) + (0 if self.on_gpu else self.draft_model)
+        return self.ranks * (each + self.host_tier + self.store) + (0 if self.on_gpu else self.draft_model)
 
     @property
     def device(self) -> int:
@@ -145,6 +150,13 @@ def draft_model_bytes(
     return weights + draft.num_blocks(settings, num_blocks, max_model_len) * draft.block_bytes
 
 
+def store_bytes(settings: WorkerSettings) -> int:
+    """Bytes that a shared store takes on this machine for one rank; 0 without one. Raises: ConfigError."""
+    if settings.kv_store is None:
+        return 0
+    return (MooncakeUrl.parse(settings.kv_store).segment_mib << 20) + _STORE_CLIENT_BYTES
+
+
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
@@ -182,6 +194,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         transfers=(settings.limits.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
         host_tier=layout.pool_bytes(slots) if slots else 0,
         on_gpu=on_gpu,
+        store=store_bytes(settings),
         ranks=shard.size,
         images=encoder_bytes(folder, settings, config),
         draft_model=draft_model_bytes(folder, settings, config, min(num_blocks) // len(groups), max_model_len),
