@@ -69,7 +69,7 @@ FLOORS = {
         {"address", "json_file", "kv_layout"},
         {"decoder_rules", "device_event", "hub_name", "ipc", "kv_events", "method_handler", "priority_queue", "processes",
          "protocol", "rate_limited_log", "timeline", "transfer_order"},
-        {"errors", "line_fit", "tasks"},
+        {"errors", "line_fit", "tasks"}, {"clock"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""
@@ -78,6 +78,7 @@ TORCH = {"torch", "triton", "transformers"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {("torch", "load"), ("yaml", "load"), ("builtins", "eval"), ("builtins", "exec")}
 FORBIDDEN_NAMES = {"eval", "exec"}
+CLOCK_READS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}
 STARTS_OF_OS = {"fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "popen"} | {
     f"spawn{kind}" for kind in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")
 }
@@ -224,6 +225,20 @@ def test_nothing_can_run_code_from_data() -> None:
                 elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
                     assert (node.func.value.id, node.func.attr) not in FORBIDDEN_CALLS, f"{path}:{node.lineno}"
                     assert node.func.attr != "deserialize_descs", f"{path}:{node.lineno}"
+
+
+def test_one_module_reads_the_clock() -> None:
+    """What a simulation runs under virtual time reads no other one."""
+    others = []
+    for package in set(FOLDERS) - {"cli", "kernels"}:
+        for path in sources(package):
+            for node in ast.walk(parsed(path)):
+                is_read = (
+                    isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time"
+                )
+                if is_read and node.attr in CLOCK_READS:
+                    others.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not others
 
 
 def test_processes_are_started_by_subprocess() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
+
+from pdserve.common import clock
 
 EVERY_S = 60.0
 MAX_KEYS = 1024
@@ -16,7 +17,7 @@ class RateLimitedLog:
     """Warns at most once per interval and key, with the number of warnings left out. Bounded memory."""
 
     def __init__(
-        self, log: logging.Logger, every_s: float = EVERY_S, *, clock: Callable[[], float] = time.monotonic
+        self, log: logging.Logger, every_s: float = EVERY_S, *, clock: Callable[[], float] = clock.monotonic
     ) -> None:
         self._log = log
         self._every_s = every_s

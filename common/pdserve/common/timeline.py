@@ -1,6 +1,6 @@
 """The one vocabulary of moments, and the phases that are defined as differences of them.
 
-Spans, metrics, benchmarks and the response's timings all read this file. A moment is recorded as `time.monotonic()`
+Spans, metrics, benchmarks and the response's timings all read this file. A moment is recorded as `clock.monotonic()`
 seconds where it happens and travels as wall-clock nanoseconds (`Moment.unix_ns`), so phases that span two machines are
 as exact as their clocks.
 
@@ -16,9 +16,10 @@ each of its phases ends where the next begins, so together they are the whole re
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pdserve.common import clock
 
 ARRIVED = "arrived"
 TOKENIZED = "tokenized"
@@ -67,7 +68,7 @@ def _unix_minus_monotonic_ns(num_samples: int = 16) -> int:
     """The sample whose two readings lie closest: a process that loses the CPU between them would be wrong for life."""
     samples = []
     for _ in range(num_samples):
-        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        before, unix, after = clock.monotonic_ns(), clock.unix_ns(), clock.monotonic_ns()
         samples.append((after - before, unix - (before + after) // 2))
     return min(samples)[1]
 
@@ -186,9 +187,9 @@ class Timeline:
 
 def now_unix_ns() -> int:
     """Wall clock that never goes back within one process."""
-    return time.monotonic_ns() + _UNIX_MINUS_MONOTONIC_NS
+    return clock.monotonic_ns() + _UNIX_MINUS_MONOTONIC_NS
 
 
 def to_unix_ns(monotonic_s: float) -> int:
-    """`time.monotonic()` seconds of this process -> wall-clock nanoseconds."""
+    """`clock.monotonic()` seconds of this process -> wall-clock nanoseconds."""
     return int(monotonic_s * 1e9) + _UNIX_MINUS_MONOTONIC_NS

@@ -6,14 +6,13 @@ It holds blocks between turns only until other sequences need them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from google.protobuf.message import Message
 
-from pdserve.common import timeline
+from pdserve.common import clock, timeline
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.wire.decode_wire import admitted_event, output_events
@@ -113,7 +112,7 @@ class DecodeSession:
             request_id=self.first.request_id,
             prompt_token_ids=turn.prompt_token_ids,
             sampling_params=turn.sampling_params,
-            arrival_time=time.monotonic(),
+            arrival_time=clock.monotonic(),
             num_kept_output_tokens=turn.num_kept_output_tokens,
         )
         self.engine.verify_update(update)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
@@ -202,12 +202,12 @@ class EngineCore:
         """First half of a step: schedule, and start the executor. Raises: WorkerLost when a rank has ended."""
         self.heartbeat.beat()
         self.executor.check_health()
-        started = time.monotonic()
+        started = clock.monotonic()
         scheduled = self.scheduler.schedule()
         self._copy_blocks(scheduled)
         if not scheduled.num_scheduled_tokens:
             return StepInFlight(scheduled, {}, None, 0.0)
-        step = self._launch(scheduled, time.monotonic() - started)
+        step = self._launch(scheduled, clock.monotonic() - started)
         grammar = self.scheduler.get_grammar_bitmask(scheduled)
         return self._sample(step, grammar)
 
@@ -250,13 +250,13 @@ class EngineCore:
         """Launch the step after `step`, whose result is still to come; None if it must wait for it."""
         if not self.config.async_scheduling or step.result is None:
             return None
-        started = time.monotonic()
+        started = clock.monotonic()
         scheduled = self.scheduler.async_scheduling.next_step(step.scheduled)
         if scheduled is None:
             return None
         self.heartbeat.beat()
         self._copy_blocks(scheduled)
-        return self._launch(scheduled, time.monotonic() - started)
+        return self._launch(scheduled, clock.monotonic() - started)
 
     def finish_step(self, step: StepInFlight) -> EngineCoreOutputs:
         """Second half of a step: wait for the result and apply it. Raises: the exception of the executor's step."""
@@ -264,7 +264,7 @@ class EngineCore:
         computed, update_began = None, 0.0
         if step.result is not None:
             computed = step.result.result()
-            update_began = time.monotonic()
+            update_began = clock.monotonic()
             kv_written = step.kv_written
             if step.scheduled.tentative_req_ids:
                 # states have been written since the launch
@@ -283,7 +283,7 @@ class EngineCore:
         stored, removed = self.scheduler.pool.take_changes()
         outputs = self.scheduler.outputs.take()
         if computed is not None and computed.stats is not None:
-            self.profile.add(step.scheduling_s, time.monotonic() - update_began, computed.stats)
+            self.profile.add(step.scheduling_s, clock.monotonic() - update_began, computed.stats)
         ended = dict.fromkeys(output.request_id for output in outputs if output.finished)
         return EngineCoreOutputs(
             outputs=outputs,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from pdserve.common import clock
 
 
 class Heartbeat:
@@ -13,9 +13,9 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.tick = 0
-        self.ticked_at = time.monotonic()
-        """When it last advanced, `time.monotonic()` seconds."""
+        self.ticked_at = clock.monotonic()
+        """When it last advanced, `clock.monotonic()` seconds."""
 
     def beat(self) -> None:
         self.tick += 1
-        self.ticked_at = time.monotonic()
+        self.ticked_at = clock.monotonic()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdserve.common import clock
 from pdserve.common.request.cached_tokens import NOTHING_CACHED, CachedTokens
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
@@ -137,7 +137,7 @@ class Request:
         """Drafts that equalled the sampled token."""
         self.has_emitted = False
         """True if an output of this sequence, or of a session's turn, has left the engine."""
-        self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
+        self.moments: dict[str, float] = {"queued": core.arrival_time or clock.monotonic()}
         self._orders_by_time = False
         self.arrival = self._arrive()
         """Order of arrival: by time where `order_by_time` was called, and then in this engine."""
@@ -146,7 +146,7 @@ class Request:
         self.prompt_logprobs: LogprobsLists | None = None
         """Log-probabilities of the prompt tokens computed so far, if requested; None after the first output took them."""
         self.prefill_chunks: list[tuple[float, int]] = []
-        """(`time.monotonic()` seconds, tokens) of each computed chunk of the prompt."""
+        """(`clock.monotonic()` seconds, tokens) of each computed chunk of the prompt."""
         self.streaming_queue: deque[StreamingUpdate | None] = deque()
         """A session's further turns, which arrived before the turn had ended; None: the session ends then."""
         self.num_turns = 0
@@ -333,7 +333,7 @@ class Request:
         self.token_ids += update.prompt_token_ids
         self.spec_token_ids = []
         self.num_prompt_tokens = self.num_given_tokens = len(self.token_ids)
-        self.moments = {"queued": update.arrival_time or time.monotonic()}
+        self.moments = {"queued": update.arrival_time or clock.monotonic()}
         self.arrival = self._arrive()
         self.num_overtaken = 0
         self.stop_reason = self.prompt_logprobs = None
@@ -344,11 +344,11 @@ class Request:
 
     def mark(self, moment: str) -> None:
         """Record a moment, the first time only."""
-        self.moments.setdefault(moment, time.monotonic())
+        self.moments.setdefault(moment, clock.monotonic())
 
     def note(self, event: EngineCoreEventType) -> None:
         """Record an event of the scheduler with the current time."""
-        self.events.append(EngineCoreEvent(event, time.monotonic()))
+        self.events.append(EngineCoreEvent(event, clock.monotonic()))
 
     def take_events(self) -> list[EngineCoreEvent]:
         """Events since the last call."""

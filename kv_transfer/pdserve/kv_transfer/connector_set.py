@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import (
@@ -46,7 +46,7 @@ class ConnectorSet:
         self,
         connectors: Sequence[BlockConnector],
         optional: Collection[str] = (),
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = clock.monotonic,
     ) -> None:
         if not connectors:
             raise ConfigError("a worker needs at least one connector")

@@ -9,8 +9,9 @@ import heapq
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable
+
+from pdserve.common import clock
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ class EventThread:
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run `call` on the thread, or in the caller's thread if it is closed."""
-        if not self._put(time.monotonic(), call):
+        if not self._put(clock.monotonic(), call):
             run_guarded(call)
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Run `call` after the delay, unless the thread is closed before."""
-        self._put(time.monotonic() + delay_s, call)
+        self._put(clock.monotonic() + delay_s, call)
 
     def close(self) -> None:
         """Run due calls, drop others, and end the thread. Idempotent."""
@@ -62,7 +63,7 @@ class EventThread:
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
             while True:
-                now = time.monotonic()
+                now = clock.monotonic()
                 if self._due and self._due[0][0] <= now:
                     return heapq.heappop(self._due)[2]
                 if self._closed:

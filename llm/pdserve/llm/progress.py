@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 from tqdm.auto import tqdm
+
+from pdserve.common import clock
 
 
 class Bar(Protocol):
@@ -27,7 +28,7 @@ class Progress:
     def __init__(self, num_requests: int, use_tqdm: bool | MakeBar) -> None:
         make_bar: MakeBar | None = tqdm if use_tqdm is True else use_tqdm or None
         self._bar = make_bar(total=num_requests, desc="requests", unit="request") if make_bar else None
-        self._started_at = time.monotonic()
+        self._started_at = clock.monotonic()
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -37,7 +38,7 @@ class Progress:
             return
         self._num_prompt_tokens += num_prompt_tokens
         self._num_output_tokens += num_output_tokens
-        seconds = max(time.monotonic() - self._started_at, 1e-6)
+        seconds = max(clock.monotonic() - self._started_at, 1e-6)
         self._bar.set_postfix_str(
             f"tokens/s: {self._num_prompt_tokens / seconds:.0f} in, {self._num_output_tokens / seconds:.0f} out",
             refresh=False,

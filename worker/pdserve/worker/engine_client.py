@@ -6,10 +6,10 @@ It reads an `EngineCoreClient`, and does not depend on the process in which the 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from pdserve.common import clock
 from pdserve.common.errors import (
     AdapterUnavailable,
     DeadlineExceeded,
@@ -169,7 +169,7 @@ class EngineClient:
     @property
     def tick_age_s(self) -> float:
         """Seconds since the engine's loop last made progress."""
-        return max(0.0, time.monotonic() - self.core.ticked_at)
+        return max(0.0, clock.monotonic() - self.core.ticked_at)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -247,7 +247,7 @@ class EngineClient:
         self._sequence_ids[request.request_id] = sequence_ids
         self._taken.update(sequence_ids)
         if request.deadline:
-            left_s = max(0.0, request.deadline - time.monotonic())
+            left_s = max(0.0, request.deadline - clock.monotonic())
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(left_s, self._expire, stream)
         self._num_submitted += 1
         self.core.add_request(request, transfer, is_verified=True)

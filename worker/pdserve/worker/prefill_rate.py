@@ -9,9 +9,9 @@ separated, and the whole time counts for tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from pdserve.common import clock
 from pdserve.common.line_fit import LineFit
 
 HALF_LIFE_S = 2.0
@@ -28,7 +28,7 @@ LEAST_SPREAD = 0.05
 class PrefillRate:
     """A rate fitted to steps with prompt tokens; recent steps weigh more. Decode tokens of a step count as constant cost."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         self._sums = LineFit()
         self._measured_at = 0.0

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 
 import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import WatchError
 
+from pdserve.common import clock
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.registry.circuit_breaker import FIRST_WAIT_S, CircuitBreaker
@@ -133,16 +133,16 @@ class RedisPublisher:
         """Wait for a change or the next beat, at least `PUBLISH_EVERY_S`, so that changes are batched."""
         await asyncio.sleep(PUBLISH_EVERY_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._next_beat - time.monotonic())):
+            async with asyncio.timeout(max(0.0, self._next_beat - clock.monotonic())):
                 await follower.wait()
 
     async def _turn(self, follower: KvEventSubscriber) -> None:
         if self._clean_up:
             await self._delete_what_is_not_ours()
             self._clean_up = False
-        if time.monotonic() >= self._next_beat:
+        if clock.monotonic() >= self._next_beat:
             await self._beat(follower)
-            self._next_beat = time.monotonic() + BEAT_S
+            self._next_beat = clock.monotonic() + BEAT_S
         for change in follower.take():
             await self._publish(change)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+from pdserve.common import clock
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import DigestMismatch, InvalidRequest
 from pdserve.common.image_processor_config import ImageProcessorConfig
@@ -71,7 +71,7 @@ class RequestReader:
         return EngineCoreRequest(
             **carried,
             sequence_stem=sequence_stem(request.request_id, attempt),
-            arrival_time=time.monotonic(),
+            arrival_time=clock.monotonic(),
             **fields,
         )
 

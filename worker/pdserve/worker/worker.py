@@ -9,12 +9,12 @@ import asyncio
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.common import clock
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import ConfigError, Draining, PdServeError
@@ -305,12 +305,12 @@ class Worker:
         self.engine.draining = True
         self._watch.announce()
         self.core.fail_idle_sessions(Draining("the worker is draining"))
-        deadline = time.monotonic() + self.settings.drain_s
-        quiet_at = time.monotonic() + QUIET_S if self._may_be_read else 0.0
+        deadline = clock.monotonic() + self.settings.drain_s
+        quiet_at = clock.monotonic() + QUIET_S if self._may_be_read else 0.0
         # three counters and a clock end this loop, not one event
-        while (self.num_open or time.monotonic() < quiet_at) and time.monotonic() < deadline:
+        while (self.num_open or clock.monotonic() < quiet_at) and clock.monotonic() < deadline:
             if self.engine.transfer_counts.num_expected and self._may_be_read:
-                quiet_at = time.monotonic() + QUIET_S
+                quiet_at = clock.monotonic() + QUIET_S
             await asyncio.sleep(0.05)
         self.engine.revoke_transfers(Draining("the source is draining"))
         if self.engine.num_streams:

@@ -6,10 +6,10 @@ those of an earlier role until they end.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from pdserve.common import clock
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.worker_identity import WorkerRole
@@ -25,7 +25,7 @@ class WorkerRoles:
         objection: str,
         on_change: Callable[[], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """role: with which the worker was started. settings: in each role that it can take. objection: why there is only one.
         on_change: called after each change."""

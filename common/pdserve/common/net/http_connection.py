@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any, cast
 
 import h11
@@ -12,6 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from pdserve.common import clock
 from pdserve.common.net.chunk_writer import ChunkWriter
 from pdserve.common.net.connection_gate import ConnectionPlace
 
@@ -43,7 +43,7 @@ class ClientFaults(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING or record.args:
             return True
-        text, now = str(record.msg), time.monotonic()
+        text, now = str(record.msg), clock.monotonic()
         passed_at, num_left_out = self._passed.get(text, (-LOG_EVERY_S, 0))
         if now - passed_at < LOG_EVERY_S:
             self._passed[text] = passed_at, num_left_out + 1

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Generic, Literal, TypeVar
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import ServerTls, TlsIdentity
 from pdserve.common.settings.service_settings import ServiceSettings
@@ -73,7 +73,7 @@ class _Source(Generic[T]):
 
     def log_expiry(self, what: str) -> None:
         """Log how long the certificate is valid."""
-        left_s = self.valid_until - time.time()
+        left_s = self.valid_until - clock.unix_s()
         level = logging.WARNING if left_s < SOON_S else logging.INFO
         until = datetime.fromtimestamp(self.valid_until, UTC)
         log.log(

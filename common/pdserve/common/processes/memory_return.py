@@ -7,8 +7,8 @@ each other, so that after a burst of calls hundreds of MiB may be free and resid
 from __future__ import annotations
 
 import asyncio
-import time
 
+from pdserve.common import clock
 from pdserve.common.processes import allocator
 
 LOOK_EVERY_S = 1.0
@@ -60,5 +60,5 @@ class MemoryReturn:
 
 def _look() -> tuple[tuple[int, int], float]:
     """((bytes of the process in RAM, bytes that are allocated), seconds of this look)"""
-    began = time.monotonic()
-    return (allocator.resident_bytes(), allocator.bytes_in_use()), time.monotonic() - began
+    began = clock.monotonic()
+    return (allocator.resident_bytes(), allocator.bytes_in_use()), clock.monotonic() - began

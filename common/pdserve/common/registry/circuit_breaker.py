@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
+
+from pdserve.common import clock
 
 FAILURES_TO_OPEN = 2
 """Consecutive failures: a single one may be a kept connection that the other side has closed."""
@@ -34,7 +35,7 @@ class CircuitBreaker:
     """For one loop: `allows`, then `succeeded` or `failed`. Waits double from one probe to the next, jittered."""
 
     def __init__(
-        self, name: str, meanwhile: str, log: logging.Logger, clock: Callable[[], float] = time.monotonic
+        self, name: str, meanwhile: str, log: logging.Logger, clock: Callable[[], float] = clock.monotonic
     ) -> None:
         """name: what fails, for the log. meanwhile: what its failure means for the service, a clause."""
         self.state = BreakerState.CLOSED

@@ -37,7 +37,7 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     sequence_stem: str = ""
     """Begins the ids of the request's sequences (`sequence_id`); empty: `request_id`."""
     arrival_time: float = 0.0
-    """`time.monotonic()` of this process when the request arrived, seconds."""
+    """`clock.monotonic()` of this process when the request arrived, seconds."""
     block_hashes: list[bytes] = msgspec.field(default_factory=list)
     """Keyed chained hashes of the full blocks of prompt and earlier output, 24 bytes each."""
     remote_prefill: bool = False
@@ -133,7 +133,7 @@ class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaul
     sampling_params: SamplingParams
     """Parameters of this turn only: `max_tokens`, penalties and positions count from its first output token."""
     arrival_time: float = 0.0
-    """`time.monotonic()` of this process, seconds."""
+    """`clock.monotonic()` of this process, seconds."""
     num_kept_output_tokens: int | None = None
     """Output tokens of the turn before that stand, where a stop string ended its text; the others are dropped. None: all."""
 
@@ -151,7 +151,7 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
 
     type: EngineCoreEventType
     timestamp: float
-    """`time.monotonic()` seconds of the engine's process."""
+    """`clock.monotonic()` seconds of the engine's process."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -218,9 +218,9 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     error_code: str = ""
     error_message: str = ""
     moments: dict[str, float] = {}
-    """Moments of `common/timeline.py` that this output completes, `time.monotonic()` seconds of this process."""
+    """Moments of `common/timeline.py` that this output completes, `clock.monotonic()` seconds of this process."""
     prefill_chunks: list[tuple[float, int]] = []
-    """With the first output: when each chunk of the prompt was computed, `time.monotonic()` seconds, and its tokens."""
+    """With the first output: when each chunk of the prompt was computed, `clock.monotonic()` seconds, and its tokens."""
     new_logprobs: LogprobsLists | None = None
     """Log-probabilities of the new tokens, if the request asks for them."""
     prompt_logprobs: LogprobsLists | None = None

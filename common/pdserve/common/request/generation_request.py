@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Annotated, Any
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.block_hash import DIGEST_BYTES, request_extras
 from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, images_extras
@@ -135,7 +135,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     timeout_s: float = 0.0
     """Seconds until the request fails, from its arrival at this process."""
     deadline: float = 0.0
-    """`time.monotonic()` of this process at which the request fails, seconds; 0: none. Travels as `timeout_s`."""
+    """`clock.monotonic()` of this process at which the request fails, seconds; 0: none. Travels as `timeout_s`."""
     priority: int = 0
     """Lower runs first, if `scheduling_policy` is `priority`."""
     tenant: bytes = b""
@@ -189,7 +189,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     @property
     def remaining_s(self) -> float:
         """Seconds left of the deadline; not below 0."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - clock.monotonic())
 
     def verify_client(self) -> None:
         """Check what a client gives besides the prompt and its parameters, by the client's names. Raises: InvalidRequest."""

@@ -11,10 +11,10 @@ import hashlib
 import hmac
 import secrets
 import struct
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from pdserve.common import clock
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch, WrongWorker
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.protocol import PROTOCOL_VERSION, version_objection
@@ -50,7 +50,7 @@ class CallSigner:
         key: DeploymentKey,
         *,
         version: int = PROTOCOL_VERSION,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.unix_s,
         nonce: Callable[[], bytes] = lambda: secrets.token_bytes(NONCE_BYTES),
     ) -> None:
         self._key = key.derive(SERVICE_CALLS)
@@ -77,7 +77,7 @@ class CallVerifier:
         receiver: Callable[[], WorkerKey],
         *,
         version: int = PROTOCOL_VERSION,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.unix_s,
     ) -> None:
         """receiver: called with each call; a worker's id is known with its port, after its server is made."""
         self._key = key.derive(SERVICE_CALLS)

@@ -10,12 +10,12 @@ of the first call its `current`. Open connections continue.
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls_roles import PeerRoles, ServiceRole, own_roles
 
@@ -267,7 +267,7 @@ def _unless_waiting(step: Callable[[], None]) -> None:
 
 def _out_of_date(context: ssl.SSLContext) -> str | None:
     """Error text about the dates of the CAs, when none of them is valid today."""
-    now, verdict = time.time(), None
+    now, verdict = clock.unix_s(), None
     for ca in context.get_ca_certs():
         begins, ends = (str(ca[date]) for date in ("notBefore", "notAfter"))
         if ssl.cert_time_to_seconds(begins) > now:

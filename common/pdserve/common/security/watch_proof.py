@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import time
 from collections.abc import Callable
 
+from pdserve.common import clock
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.protocol import PROTOCOL_VERSION, version_objection
 from pdserve.common.security.call_proof import verify_clock
@@ -41,7 +41,7 @@ class WatchAnswer:
         opening: worker_pb2.WatchRequest,
         *,
         version: int = PROTOCOL_VERSION,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.unix_s,
         nonce: NewNonce = new_nonce,
     ) -> None:
         """identity: this worker's, serialized. opening: the router's first message.
@@ -72,7 +72,7 @@ class WatchChallenge:
         *,
         blocks: bool,
         version: int = PROTOCOL_VERSION,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.unix_s,
         nonce: NewNonce = new_nonce,
     ) -> None:
         self._key = key.derive(WATCH_PROOFS)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, get_args
+
+from pdserve.common import clock
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +68,12 @@ def background_task(name: TaskName, run: Callable[[], Coroutine[Any, Any, None]]
 async def _keep(name: TaskName, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
     backoff = RestartBackoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
     while True:
-        began = time.monotonic()
+        began = clock.monotonic()
         try:
             await run()
             return
         except Exception:
-            wait_s = backoff.wait_s(time.monotonic() - began)
+            wait_s = backoff.wait_s(clock.monotonic() - began)
             RESTARTS[name] += 1
             log.exception("the background task %s failed; it starts again in %g s", name, wait_s)
         await asyncio.sleep(wait_s)

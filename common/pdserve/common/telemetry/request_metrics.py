@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.request.engine_types import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
 from pdserve.common.timeline import to_unix_ns
 
@@ -29,7 +29,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     token_timestamps: dict[int, list[float]] = {}
     """Index of a sequence -> when the reader got each of its tokens so far; tokens that came together have one time."""
     events: list[EngineCoreEvent] = []
-    """Events of all sequences so far, with `time.monotonic()` of the engine's process."""
+    """Events of all sequences so far, with `clock.monotonic()` of the engine's process."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -85,23 +85,23 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
                 self.first_scheduled_time = unix_s(event.timestamp)
         self.num_generation_tokens += len(output.new_token_ids)
         if output.new_token_ids:
-            self.last_token_time = now = unix_s(time.monotonic())
+            self.last_token_time = now = unix_s(clock.monotonic())
             self.token_timestamps.setdefault(output.index, []).extend([now] * len(output.new_token_ids))
             if self.first_token_time is None:
-                self.first_token_time = unix_s(output.moments.get("first_token", time.monotonic()))
+                self.first_token_time = unix_s(output.moments.get("first_token", clock.monotonic()))
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
 
     def end(self) -> None:
         """Record the end, once, after the last output."""
         if self.finished_time is None:
-            self.finished_time = unix_s(time.monotonic())
+            self.finished_time = unix_s(clock.monotonic())
 
 
 def unix_s(monotonic_s: float) -> float:
-    """`time.monotonic()` seconds of this process -> seconds since 1970."""
+    """`clock.monotonic()` seconds of this process -> seconds since 1970."""
     return to_unix_ns(monotonic_s) / 1e9
 
 
 def monotonic_s(unix_s: float) -> float:
-    """Seconds since 1970 -> `time.monotonic()` seconds of this process."""
+    """Seconds since 1970 -> `clock.monotonic()` seconds of this process."""
     return unix_s - to_unix_ns(0.0) / 1e9

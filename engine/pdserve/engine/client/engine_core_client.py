@@ -108,7 +108,7 @@ class EngineCoreClient(abc.ABC):
     @property
     @abc.abstractmethod
     def ticked_at(self) -> float:
-        """When the tick last moved, `time.monotonic()` seconds."""
+        """When the tick last moved, `clock.monotonic()` seconds."""
 
     @property
     @abc.abstractmethod

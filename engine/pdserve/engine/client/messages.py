@@ -8,7 +8,7 @@ engine -> client   of a process `LoadedBytes`, then `Loaded`; `EngineStarted`; t
 Between two processes a message is a msgpack value over a Unix socket pair; the end of the socket is the end of the peer. What
 concerns
 transfers is of the types of the engine's transfer side; after a process has sent it, it consists of msgpack's own types, which
-`msgspec.convert` takes. Times are `time.monotonic()` seconds, which all processes of a machine share.
+`msgspec.convert` takes. Times are `clock.monotonic()` seconds, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class AbortedRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that its release has aborted."""
 
     moments: dict[str, float]
-    """Name -> `time.monotonic()` seconds."""
+    """Name -> `clock.monotonic()` seconds."""
     prefill_chunks: list[tuple[float, int]]
     num_preemptions: int
     events: list[EngineCoreEvent]

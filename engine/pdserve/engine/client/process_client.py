@@ -8,7 +8,6 @@ import logging
 import signal
 import subprocess
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import Cancelled, PdServeError, WorkerLost
 from pdserve.common.ipc.child import Child
 from pdserve.common.ipc.child_process import ChildProcess, exit_text, start_module
@@ -90,7 +90,7 @@ class ProcessClient(EngineCoreClient):
         self._has_reader_thread = loop is None
         # here too, since `check` is called before anything is computed
         self._logits_processors = LogitsProcessors.from_entry_points(settings.logits_processors)
-        self._tick, self._ticked_at = 0, time.monotonic()
+        self._tick, self._ticked_at = 0, clock.monotonic()
         self._transfer_state: Any = None
         self._num_unsent = 0
         """Added requests that could not be sent to the engine."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+
+from pdserve.common import clock
 
 KEEP = 0.8
 """Factor of the weights of earlier reads."""
@@ -26,11 +27,11 @@ class ReadTimes:
         """seconds: from the step that began the load to its end."""
         self.num_blocks = KEEP * self.num_blocks + num_blocks
         self.seconds = KEEP * self.seconds + seconds
-        self.last_at = time.monotonic()
+        self.last_at = clock.monotonic()
 
     def expected(self, num_blocks: int) -> float | None:
         """Seconds that a load of so many blocks takes; None if nothing is known about that, or not lately."""
-        if not self.num_blocks or time.monotonic() - self.last_at > FRESH_S:
+        if not self.num_blocks or clock.monotonic() - self.last_at > FRESH_S:
             return None
         return num_blocks * self.seconds / self.num_blocks
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdserve.common import clock
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -140,7 +140,7 @@ class StepResults:
 
     def _book_computed(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Count the step's tokens as computed; cache and publish their blocks."""
-        computed_at = time.monotonic()
+        computed_at = clock.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
             if request_id in computed.failed_requests:
                 continue  # its blocks hold no keys and values that another sequence may use

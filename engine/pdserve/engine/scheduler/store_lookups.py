@@ -8,10 +8,10 @@ queue, and what was found enters the books. A lookup always ends by itself; whil
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pdserve.common import clock
 from pdserve.engine.kv_cache.store_tier import StoreTier
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler.read_times import ReadTimes
@@ -36,7 +36,7 @@ class _Lookup:
     """None after its sequence ended, or has waited long enough."""
     names: Sequence[bytes]
     began_at: float = 0.0
-    """`time.monotonic()` seconds, once it is in a `SchedulerOutput`."""
+    """`clock.monotonic()` seconds, once it is in a `SchedulerOutput`."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class StoreLookups:
     @property
     def is_answered(self) -> bool:
         """False while the store does not answer: a lookup would keep its sequence waiting for nothing."""
-        return not self._late and time.monotonic() >= self._silent_until
+        return not self._late and clock.monotonic() >= self._silent_until
 
     def begin(self, request: Request, names: Sequence[bytes]) -> None:
         """Let a request that is in no queue wait until it is known which of these names the store has."""
@@ -83,7 +83,7 @@ class StoreLookups:
         begun = {copy_id: self._lookups[copy_id] for copy_id in self._begun}
         self._begun.clear()
         for lookup in begun.values():
-            lookup.began_at = time.monotonic()
+            lookup.began_at = clock.monotonic()
         return {copy_id: list(lookup.names) for copy_id, lookup in begun.items()}
 
     def ended(self, end: LookupEnd) -> list[LookedUp]:
@@ -91,11 +91,11 @@ class StoreLookups:
         lookup = self._lookups.pop(end.copy_id)
         self._late.discard(end.copy_id)
         if self._store is not None and end.is_answered:
-            self._times.add(1, time.monotonic() - lookup.began_at)
+            self._times.add(1, clock.monotonic() - lookup.began_at)
             self._store.know(end.found)
             self._store.num_found += len(end.found)
         else:
-            self._silent_until = time.monotonic() + SILENT_S
+            self._silent_until = clock.monotonic() + SILENT_S
         if lookup.request is None:
             return []
         del self._by_request[lookup.request.request_id]
@@ -105,7 +105,7 @@ class StoreLookups:
     def overdue(self) -> list[LookedUp]:
         """Sequences that have waited as long as they should; their lookups go on without them."""
         late: list[Request] = []
-        latest = time.monotonic() - self._times.limit_s(1)
+        latest = clock.monotonic() - self._times.limit_s(1)
         for copy_id in self._by_request.values():  # in the order in which they began
             lookup = self._lookups[copy_id]
             if lookup.request is None or not 0.0 < lookup.began_at < latest:

@@ -10,12 +10,12 @@ its sequence ends or loses its blocks before, they are in quarantine.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from pdserve.common import clock
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker, with_group_id
 from pdserve.engine.kv_cache.host_tier import Slot
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
@@ -46,7 +46,7 @@ class Load:
     """Blocks of the sequence of which the store has a part."""
     was_preempted: bool
     began_at: float = 0.0
-    """`time.monotonic()` seconds, of a load that reads the store."""
+    """`clock.monotonic()` seconds, of a load that reads the store."""
 
     @property
     def stored_names(self) -> list[bytes]:
@@ -293,7 +293,7 @@ class TierLoads:
             )
             self._tier.num_loaded += len(load.slots)
             if load.num_stored:
-                load.began_at = time.monotonic()
+                load.began_at = clock.monotonic()
                 output.kv_reads[load.load_id] = [
                     (name, load.hold.shapes[number], rows[number])
                     for number, name in enumerate(load.names)
@@ -334,7 +334,7 @@ class TierLoads:
         if self._store is None or not load.num_stored:
             return True
         names = load.stored_names
-        self._read_times.add(len(names), time.monotonic() - load.began_at)
+        self._read_times.add(len(names), clock.monotonic() - load.began_at)
         if end.is_whole:
             self._store.num_read += len(names)
         else:
@@ -350,7 +350,7 @@ class TierLoads:
     def _overdue_loads(self) -> list[NotLoaded]:
         if self._store is None or not self._loads:
             return []
-        now, waited = time.monotonic(), []
+        now, waited = clock.monotonic(), []
         for load in self._loads.values():
             if load.began_at and now > load.began_at + self._read_times.limit_s(len(load.names) - len(load.slots)):
                 self._overdue.add(load.load_id)

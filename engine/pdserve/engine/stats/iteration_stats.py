@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.request.engine_types import FinishReason, ModelRunnerStats
 
 
@@ -34,7 +33,7 @@ class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
 class IterationStats(msgspec.Struct, kw_only=True):
     """One step, as its reader sees it."""
 
-    iteration_timestamp: float = msgspec.field(default_factory=time.time)
+    iteration_timestamp: float = msgspec.field(default_factory=clock.unix_s)
     """Seconds since 1970."""
     num_generation_tokens: int = 0
     num_prompt_tokens: int = 0

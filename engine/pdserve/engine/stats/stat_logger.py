@@ -7,12 +7,12 @@ that makes a logger. An installed one is imported only if the setting `stat_logg
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError
 from pdserve.common.request.engine_types import SchedulerStats
 from pdserve.engine.engine_info import EngineInfo
@@ -51,7 +51,7 @@ class LoggingStatLogger(StatLoggerBase):
         self._begin()
 
     def _begin(self) -> None:
-        self._since = time.monotonic()
+        self._since = clock.monotonic()
         self._num_prompt_tokens = self._num_generation_tokens = 0
         self._before = self._stats
 
@@ -62,7 +62,7 @@ class LoggingStatLogger(StatLoggerBase):
             self._num_generation_tokens += iteration_stats.num_generation_tokens
 
     def log(self) -> None:
-        elapsed_s = max(time.monotonic() - self._since, 1e-9)
+        elapsed_s = max(clock.monotonic() - self._since, 1e-9)
         stats, before = self._stats, self._before
         queried = stats.prefix_cache_queries - before.prefix_cache_queries
         log.info(

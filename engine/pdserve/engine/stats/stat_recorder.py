@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable
 
+from pdserve.common import clock
 from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -28,7 +28,7 @@ class _Turn:
     __slots__ = ("max_tokens", "metrics", "num_open")
 
     def __init__(self, arrival_time: float, num_prompt_tokens: int, max_tokens: int | None, num_sequences: int) -> None:
-        """arrival_time: `time.monotonic()` seconds."""
+        """arrival_time: `clock.monotonic()` seconds."""
         self.metrics = RequestMetrics(arrival_time=unix_s(arrival_time), num_prompt_tokens=num_prompt_tokens)
         self.max_tokens = max_tokens
         self.num_open = num_sequences
@@ -41,7 +41,7 @@ class StatRecorder:
         self._loggers = list(loggers)
         self._turns: dict[str, deque[_Turn]] = {}
         """Request id -> the running turn, then those that are queued."""
-        self._logged_at = time.monotonic()
+        self._logged_at = clock.monotonic()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Call it before the request can have an output."""
@@ -69,7 +69,7 @@ class StatRecorder:
                 logger.record(outputs.scheduler_stats, iteration)
             except Exception:
                 self._drop(logger)
-        if time.monotonic() - self._logged_at >= LOG_EVERY_S:
+        if clock.monotonic() - self._logged_at >= LOG_EVERY_S:
             self.log()
 
     def _see(self, output: EngineCoreOutput, turns: deque[_Turn], iteration: IterationStats) -> None:
@@ -99,7 +99,7 @@ class StatRecorder:
 
     def log(self) -> None:
         """Let all loggers log."""
-        self._logged_at = time.monotonic()
+        self._logged_at = clock.monotonic()
         for logger in list(self._loggers):
             try:
                 logger.log()

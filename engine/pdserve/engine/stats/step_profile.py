@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 
+from pdserve.common import clock
 from pdserve.common.request.engine_types import ModelRunnerStats
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class StepProfile:
         lines.add(scheduling_s, update_s, computed)
         self._num_left -= 1
         is_last = self._num_left == 0
-        if is_last or (self._interval_s and time.monotonic() - lines.since >= self._interval_s):
+        if is_last or (self._interval_s and clock.monotonic() - lines.since >= self._interval_s):
             lines.write()
         if is_last:
             self._lines = None
@@ -58,7 +58,7 @@ class _Lines:
         self._clear()
 
     def _clear(self) -> None:
-        self.since = time.monotonic()
+        self.since = clock.monotonic()
         self._num_steps = self._num_reqs = self._num_tokens = 0
         self._stages_s = dict.fromkeys(("schedule", "inputs", "forward", "sample", "update"), 0.0)
         self._layers_s: list[float] = []
@@ -81,7 +81,7 @@ class _Lines:
         layers = "; layers " + " ".join(f"{1000 * layer_s / num:.3f}" for layer_s in self._layers_s)
         log.info(
             "%d steps in %.1f s, per step: %.1f sequences, %.1f tokens, %.3f ms: %s%s",
-            num, time.monotonic() - self.since, self._num_reqs / num, self._num_tokens / num,
+            num, clock.monotonic() - self.since, self._num_reqs / num, self._num_tokens / num,
             1000 * sum(self._stages_s.values()) / num, stages, layers if self._layers_s else "",
         )  # fmt: skip
         self._clear()

@@ -35,7 +35,7 @@ class Grammar(Protocol):
     def allowed(self, until: float, num_drafts: int = 0) -> NDArray[np.uint8] | None:
         """Mask of the next token: `[W]` bytes, one bit per token, lowest bit first; the caller must not change it.
 
-        until: `time.monotonic()` seconds. num_drafts: the mask is that of the token after this many drafts. None if it has not
+        until: `clock.monotonic()` seconds. num_drafts: the mask is that of the token after this many drafts. None if it has not
         arrived by then, or if a draft before it is not allowed or ends the text.
         """
 

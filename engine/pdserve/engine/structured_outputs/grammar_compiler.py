@@ -16,7 +16,6 @@ import selectors
 import signal
 import socket
 import threading
-import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from pdserve.common import clock
 from pdserve.common.errors import GrammarUnavailable, InternalError, InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.structured_outputs.grammar import GrammarJob, JobQueue
@@ -95,7 +95,7 @@ class GrammarCompiler:
         self.is_starting = False
         """True until the fork server is ready, which takes seconds. Any thread may read it."""
         self._start_until = 0.0
-        """`time.monotonic()` seconds by which the starting fork server must have used more than `_start_ticks`."""
+        """`clock.monotonic()` seconds by which the starting fork server must have used more than `_start_ticks`."""
         self._start_ticks = 0
         self._selector: selectors.BaseSelector = selectors.SelectSelector()
         self._wake = _NO_DESCRIPTOR
@@ -182,7 +182,7 @@ class GrammarCompiler:
         num_compiling = sum(not held.is_compiled for held in self._by_number.values())
         if len(self._jobs) and self._server is None:
             self._server = GrammarForkServer(self._folder, self._vocab_size, self._limits)
-            self.is_starting, self._start_until, self._start_ticks = True, time.monotonic() + START_S, 0
+            self.is_starting, self._start_until, self._start_ticks = True, clock.monotonic() + START_S, 0
             self._selector.register(self._server, selectors.EVENT_READ)
         if self._server is None or not self._server.is_ready:
             return  # the start of the fork server does not count towards a grammar's time
@@ -206,7 +206,7 @@ class GrammarCompiler:
             job.deliver(GrammarUnavailable(f"the process that compiles {FIELD} could not be started: {error}"))
             return None
         host = GrammarHost(process.steps, process.progress, self._vocab_size, self._limits, self.hosts)
-        held = HeldGrammar(key_of(job), process, host, time.monotonic() + self._wait_s)
+        held = HeldGrammar(key_of(job), process, host, clock.monotonic() + self._wait_s)
         self._held[held.key] = self._by_number[process.number] = held
         self._selector.register(process.control, selectors.EVENT_READ, process.number)
         return held
@@ -318,7 +318,7 @@ class GrammarCompiler:
     # ---- deadlines and limits
 
     def _look_after(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         if self.is_starting and self._server is not None and now >= self._start_until:
             # on a starved machine it needs longer than any request waits; started again, it would never be ready
             ticks = self._server.processor_ticks()

@@ -6,13 +6,13 @@ import itertools
 import queue
 import select
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.common import clock
 from pdserve.common.errors import GrammarUnavailable, InvalidRequest, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
@@ -130,7 +130,7 @@ class GrammarHost:
             try:
                 packet = self._steps.recv(MAX_PACKET_BYTES)
             except BlockingIOError:
-                left_s = until - time.monotonic()
+                left_s = until - clock.monotonic()
                 if left_s <= 0 or is_enough():
                     return
                 self._poll.poll(left_s * 1e3)
@@ -164,7 +164,7 @@ class GrammarHost:
 
     def open_again(self, grammar: HostedGrammar) -> None:
         """Open a sequence of this ended process in another one."""
-        self._hosts.open_again(grammar, time.monotonic() + 2 * WAIT_FACTOR * self._limits.compile_s)
+        self._hosts.open_again(grammar, clock.monotonic() + 2 * WAIT_FACTOR * self._limits.compile_s)
 
     def _lose(self) -> None:
         """Fail all sequences after the process has ended: the one that it last worked for with its error, others as retryable.
@@ -210,7 +210,7 @@ class GrammarHosts:
         self._asked: set[GrammarHost] = set()
         self._awaited: set[GrammarHost] = set()
         self._opening: dict[HostedGrammar, float] = {}
-        """Sequences that are opened in another process -> `time.monotonic()` seconds by which that must be done."""
+        """Sequences that are opened in another process -> `clock.monotonic()` seconds by which that must be done."""
         self._opened: queue.SimpleQueue[tuple[HostedGrammar, Grammar | PdServeError]] = queue.SimpleQueue()
 
     def was_asked(self, host: GrammarHost) -> None:
@@ -235,7 +235,7 @@ class GrammarHosts:
             host.receive(0.0)
         self._awaited = {host for host in self._awaited if host.is_awaited}
         if self._opening or not self._opened.empty():
-            self._take_opened(time.monotonic())
+            self._take_opened(clock.monotonic())
 
     def _take_opened(self, now: float) -> None:
         while not self._opened.empty():

@@ -19,11 +19,11 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar, warm_up
 from pdserve.engine.structured_outputs.grammar_messages import (
@@ -78,8 +78,8 @@ class ForkServer:
         self._vocabulary = vocabulary
         self._process_ids: dict[int, int] = {}
         """Process id -> the worker's number of the process."""
-        self._warms_at: float | None = time.monotonic() + _REST_S
-        """`time.monotonic()` seconds of the next part of the masks that grammars share; None when all are computed."""
+        self._warms_at: float | None = clock.monotonic() + _REST_S
+        """`clock.monotonic()` seconds of the next part of the masks that grammars share; None when all are computed."""
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class ForkServer:
         poll.register(self._woken, select.POLLIN)
         try:
             while True:
-                rest_s = None if self._warms_at is None else max(self._warms_at - time.monotonic(), 0.0)
+                rest_s = None if self._warms_at is None else max(self._warms_at - clock.monotonic(), 0.0)
                 ready = poll.poll(None if rest_s is None else rest_s * 1e3)
                 for descriptor, _ in ready:
                     if descriptor == self._woken:
@@ -106,9 +106,9 @@ class ForkServer:
 
     def _warm(self) -> None:
         """Compute a part of the masks that grammars share, then rest: others need the processors, too."""
-        began_at = time.monotonic()
+        began_at = clock.monotonic()
         is_more = self._vocabulary.warm_more()
-        now = time.monotonic()
+        now = clock.monotonic()
         self._warms_at = now + _REST_FACTOR * (now - began_at) if is_more else None
 
     def _serve_message(self) -> bool:
@@ -129,7 +129,7 @@ class ForkServer:
             os.close(descriptor)
         self._process_ids[process_id] = message.process
         if self._warms_at is not None:
-            self._warms_at = time.monotonic() + _REST_S  # the new process compiles now
+            self._warms_at = clock.monotonic() + _REST_S  # the new process compiles now
         return True
 
     def _become(self, spawn: Spawn, control: int, steps: int, progress: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import xgrammar
 from numpy.typing import NDArray
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import (
@@ -179,7 +180,7 @@ class GrammarSequences:
         if not packet:
             return False
         records = np.zeros(self._max_records, self._record_dtype)
-        num_records, begun_at = 0, time.monotonic()
+        num_records, begun_at = 0, clock.monotonic()
         for operation, slot, value in operations(packet).tolist():
             if operation == Operation.CLOSE:
                 self._sequences.pop(slot, None)
@@ -191,9 +192,9 @@ class GrammarSequences:
                 if (confirmed := self._sequences.get(slot)) is not None:
                     confirmed.confirm(value)
             elif (sequence := self._sequences.get(slot)) is not None:
-                if num_records == self._max_records or (num_records and time.monotonic() > begun_at + _FLUSH_AFTER_S):
+                if num_records == self._max_records or (num_records and clock.monotonic() > begun_at + _FLUSH_AFTER_S):
                     self._send(records[:num_records].tobytes())
-                    num_records, begun_at = 0, time.monotonic()
+                    num_records, begun_at = 0, clock.monotonic()
                 take = self._draft if operation == Operation.DRAFT else self._accept
                 take(sequence, slot, value, records[num_records : num_records + 1])
                 num_records += 1

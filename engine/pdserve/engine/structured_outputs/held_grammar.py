@@ -26,7 +26,7 @@ class HeldGrammar:
     process: SpawnedProcess
     host: GrammarHost
     overdue_at: float
-    """`time.monotonic()` seconds by which it must be compiled."""
+    """`clock.monotonic()` seconds by which it must be compiled."""
     is_late: bool = False
     """True if requests have waited in vain. It goes on compiling for those that come again."""
     is_compiled: bool = False

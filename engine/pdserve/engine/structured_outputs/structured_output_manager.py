@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.common import clock
 from pdserve.common.errors import GrammarUnavailable, Overloaded, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.request import Request, Wait
@@ -32,7 +32,7 @@ Arrived = tuple[Request, Grammar | PdServeError]
 
 @dataclass(slots=True)
 class _Compilation:
-    """Times of one grammar's compilation, `time.monotonic()` seconds."""
+    """Times of one grammar's compilation, `clock.monotonic()` seconds."""
 
     arrived_at: float
     turn_by: float
@@ -40,7 +40,7 @@ class _Compilation:
     """Set by the thread that compiles it."""
 
     def begins(self) -> None:
-        self.began_at = time.monotonic()
+        self.began_at = clock.monotonic()
 
 
 class StructuredOutputManager:
@@ -86,7 +86,7 @@ class StructuredOutputManager:
         params = request.sampling_params.structured_outputs
         if params is None or self._compiler is None:
             raise RuntimeError(f"{request.request_id} waits for a grammar, but there is no compiler")
-        now = time.monotonic()
+        now = clock.monotonic()
         compilation = self._waiting[request] = _Compilation(now, now + self._timeout_s)
         self._compiler.submit(
             GrammarJob(
@@ -113,7 +113,7 @@ class StructuredOutputManager:
         num_drafts: req_id -> drafts that the step computes. The first draft without a mask after it is the last that may be
         confirmed.
         """
-        output, until = GrammarOutput(), time.monotonic() + MASK_WAIT_S
+        output, until = GrammarOutput(), clock.monotonic() + MASK_WAIT_S
         masks: dict[str, tuple[Grammar, NDArray[np.uint8]]] = {}
         for request in requests:
             mask = None if request.grammar is None else request.grammar.allowed(until)
@@ -149,7 +149,7 @@ class StructuredOutputManager:
                 taken.append((request, grammar))
             elif not isinstance(grammar, PdServeError):
                 grammar.close()
-        return taken + self._overdue(time.monotonic())
+        return taken + self._overdue(clock.monotonic())
 
     def _overdue(self, now: float) -> list[Arrived]:
         overdue: list[Arrived] = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, TypeVar
 
+from pdserve.common import clock
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, TransferFailed
@@ -69,19 +69,19 @@ class TickWatch:
     def __init__(self) -> None:
         self.tick = -1
         """The last tick received; -1 before the first."""
-        self._since = time.monotonic()
+        self._since = clock.monotonic()
 
     def saw(self, tick: int) -> None:
         if tick != self.tick:
-            self.tick, self._since = tick, time.monotonic()
+            self.tick, self._since = tick, clock.monotonic()
 
     def start(self) -> None:
         """Start the clock; ticks cannot be expected earlier."""
-        self._since = time.monotonic()
+        self._since = clock.monotonic()
 
     @property
     def stalled(self) -> bool:
-        return time.monotonic() - self._since > TICK_STALLED_S
+        return clock.monotonic() - self._since > TICK_STALLED_S
 
 
 class _EventQueue:

@@ -21,12 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.block_hash import DIGEST_BYTES
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
@@ -113,7 +113,7 @@ class ReceiverTransfer:
         """Connectors that failed in this transfer, in order."""
         self.cause: PdServeError | None = None
         """The error that ended it; None if there was none."""
-        self.began_at = time.monotonic()
+        self.began_at = clock.monotonic()
         self.source_recomputes = False
         """True while the source computes the prompt again, because its blocks had been reused before `Want` arrived."""
         self._falls_back = False

@@ -21,13 +21,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.block_digest import BlockDigest
@@ -184,7 +184,7 @@ class SourceTransfer:
         """The connector of the last `Accepted`."""
         self.digest: BlockDigest | None = None
         """Algorithm of the blocks' digests, fixed by the first stream."""
-        self.began_at = time.monotonic()
+        self.began_at = clock.monotonic()
         self._limits = limits
         self._events = events
         self.groups: tuple[HeadGroup, ...] = ()

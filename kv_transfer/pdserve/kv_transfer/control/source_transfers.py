@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import (
@@ -180,10 +180,10 @@ class SourceTransfers:
 
     def _ended(self, transfer_id: bytes) -> None:
         self._transfers.pop(transfer_id, None)
-        self._tombstones[transfer_id] = time.monotonic() + self._limits.attach_timeout_s + self._limits.max_s
+        self._tombstones[transfer_id] = clock.monotonic() + self._limits.attach_timeout_s + self._limits.max_s
 
     def _drop_old_tombstones(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         while self._tombstones and (
             next(iter(self._tombstones.values())) < now or len(self._tombstones) > MAX_TOMBSTONES
         ):

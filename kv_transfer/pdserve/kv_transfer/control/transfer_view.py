@@ -6,13 +6,13 @@ Views contain workers' ids, but neither addresses nor tokens.
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
@@ -116,7 +116,7 @@ _ENDS = [
 class TransferLog:
     """The last `NUM_ENDED` ended transfers of one worker."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = clock.monotonic) -> None:
         self._ended: deque[tuple[float, TransferView]] = deque(maxlen=NUM_ENDED)
         self.num_ended: dict[tuple[str, str], int] = dict.fromkeys(_ENDS, 0)
         """(role, outcome) -> transfers since start, with an entry for each possible pair."""
@@ -147,4 +147,4 @@ def _told(cause: PdServeError | None) -> str | None:
 
 
 def _age_s(began_at: float) -> float:
-    return round(time.monotonic() - began_at, 3)
+    return round(clock.monotonic() - began_at, 3)

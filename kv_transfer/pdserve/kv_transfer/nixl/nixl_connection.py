@@ -8,11 +8,11 @@ of any read. After the reported end of a read, nothing writes its blocks.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pdserve.common import clock
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
@@ -97,7 +97,7 @@ class NixlConnection:
 
     def interrupt(self) -> bool:
         """As `Connection.interrupt`. The active read has `cancel_drain_s` to end by itself; the connection then stays usable."""
-        self._drain_until = time.monotonic() + self._settings.cancel_drain_s
+        self._drain_until = clock.monotonic() + self._settings.cancel_drain_s
         return False
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ class NixlConnection:
 
     def _wait(self, posted: _Posted) -> None:
         """Wait until the piece is under way no more. Raises: ConnectionBroken."""
-        stalled_at = time.monotonic() + self._settings.read_stall_s
+        stalled_at = clock.monotonic() + self._settings.read_stall_s
         backoff = PollBackoff()
         while posted.is_under_way:
-            now, drain_until = time.monotonic(), self._drain_until
+            now, drain_until = clock.monotonic(), self._drain_until
             if now > stalled_at:
                 self._on_condemned()
                 raise ConnectionBroken(f"reading {self._shown(posted)}: nothing for {self._settings.read_stall_s:g} s")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pdserve.common import clock
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.nixl_agent import (
@@ -97,9 +98,9 @@ class NixlPeer:
         self._blocks = agent.pair(self._region.divided(piece_bytes), source.pool.divided(piece_bytes))
         read = agent.read(hello, [0], [0])
         backoff = PollBackoff()
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         while (status := read.status()) is ReadStatus.UNDER_WAY:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise TransferFailed(f"no connection to {source}: nothing arrived within {timeout_s:g} s")
             backoff.wait()
         if status is ReadStatus.FAILED:

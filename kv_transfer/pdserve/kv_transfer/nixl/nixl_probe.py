@@ -17,12 +17,12 @@ import re
 import sys
 import tempfile
 import threading
-import time
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.common.processes.child_answers import ChildAnswers
 from pdserve.common.security.block_digest import XXH3
@@ -250,12 +250,12 @@ def timed_reads(connector: NixlConnector, source: bytes) -> ReadView:
     durations: list[float] = []
     for _ in range(1 + NUM_TIMED):
         listener = _Listener()
-        started = time.monotonic()
+        started = clock.monotonic()
         connector.read(ReadOrder(source, _TOKEN, blocks), listener)
         listener.over.wait(_READ_S)
         if listener.why_not is not None:
             return ReadView(listener.why_not)
-        durations.append(time.monotonic() - started)
+        durations.append(clock.monotonic() - started)
     first, *others = durations
     return ReadView(None, first, NUM_BLOCKS * BLOCK_BYTES / max(min(others), 1e-9))
 

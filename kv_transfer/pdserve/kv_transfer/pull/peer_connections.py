@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pdserve.common import clock
 from pdserve.common.errors import TransferFailed
 from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener
@@ -78,8 +78,8 @@ class PeerConnections:
         """Readers that take windows. An ending reader is only in `_threads` until its thread ends."""
         self.is_retired = False
         """True if readers end as soon as they have no work; reset by the next read."""
-        self.used_at = time.monotonic()
-        """`time.monotonic()` of the last call of `read`."""
+        self.used_at = clock.monotonic()
+        """`clock.monotonic()` of the last call of `read`."""
         self._threads: set[threading.Thread] = set()
         self._call_soon = call_soon
         self._names = (f"{thread_name}-{number}" for number in itertools.count())
@@ -107,7 +107,7 @@ class PeerConnections:
     ) -> QueuedRead:
         """Begin a read of at least one block, all within the pool. Must not follow `close`."""
         with self.queue.changed:
-            self.is_retired, self.used_at = False, time.monotonic()
+            self.is_retired, self.used_at = False, clock.monotonic()
             read = self.queue.add(token, blocks, listener, digest)
             num_free = sum(reader.is_free for reader in self.readers)
             room = self.limits.max_readers - len(self.readers)
@@ -182,7 +182,7 @@ class _ReaderThread:
             while self._wait_for_work():
                 if self._connection is None:
                     self._connection = self._connections.connect()
-                    self._connected_at, self._has_served = time.monotonic(), False
+                    self._connected_at, self._has_served = clock.monotonic(), False
                     self._connections.counters.add(connections=1)
                 if (taken := self._take(self._connection)) is not None:
                     self._move(*taken)
@@ -221,11 +221,11 @@ class _ReaderThread:
         blocks = window.blocks
         verdicts: list[bool] = []
         cause: TransferFailed | None = None
-        began = time.monotonic()
+        began = clock.monotonic()
         try:
             for received in fetching:
                 verdicts += matching(self._connections.pool, blocks[len(verdicts) : received], window.read.digest)
-            self._queue.pace(window, time.monotonic() - began)
+            self._queue.pace(window, clock.monotonic() - began)
         except TransferFailed as error:
             cause = error
         except Exception as error:

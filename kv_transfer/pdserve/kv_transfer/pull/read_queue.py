@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from pdserve.common import clock
 from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.common.security.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
@@ -67,7 +67,7 @@ class QueuedRead:
     blocks: Sequence[BlockToRead]
     listener: ReadListener
     digest: BlockDigest
-    began_at: float = field(default_factory=time.monotonic, init=False)
+    began_at: float = field(default_factory=clock.monotonic, init=False)
     state: ReadState = field(default=ReadState.READING, init=False)
     outcome: ReadOutcome = field(default=ReadOutcome.DONE, init=False)
     cause: TransferFailed | None = field(default=None, init=False)

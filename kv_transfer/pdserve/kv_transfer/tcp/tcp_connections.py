@@ -11,11 +11,11 @@ closed for the newest. A reading peer is a newcomer only for its handshake and f
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdserve.common import clock
 from pdserve.common.address.peer_address import network_of
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -30,7 +30,7 @@ class _Connection:
     network: str
     """The network in whose limit the connection counts, see `network_of`."""
     due: float
-    """`time.monotonic()` at which a newcomer is closed."""
+    """`clock.monotonic()` at which a newcomer is closed."""
 
 
 class SourceConnections:
@@ -66,7 +66,7 @@ class SourceConnections:
                 return False
             network = network_of(host)
             self._make_room(network)
-            due = time.monotonic() + self._settings.first_request_s
+            due = clock.monotonic() + self._settings.first_request_s
             self._newcomers[stream] = _Connection(thread, network, due)
             try:
                 thread.start()
@@ -139,12 +139,12 @@ class SourceConnections:
         if not self._expires and self._newcomers:
             self._expires = True
             oldest = next(iter(self._newcomers.values()))
-            self._events.call_later(max(0.0, oldest.due - time.monotonic()), self._expire)
+            self._events.call_later(max(0.0, oldest.due - clock.monotonic()), self._expire)
 
     def _expire(self) -> None:
         with self._lock:
             self._expires = False
-            now = time.monotonic()
+            now = clock.monotonic()
             while self._newcomers and next(iter(self._newcomers.values())).due <= now:
                 self._cut(next(iter(self._newcomers)))
             self._expire_later()

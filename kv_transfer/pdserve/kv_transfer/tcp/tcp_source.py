@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+from pdserve.common import clock
 from pdserve.common.security.tls_roles import WORKERS
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import NoRoom, PoolMemory
@@ -172,7 +173,7 @@ class TcpSource:
         return sending
 
     def _warn(self, peer: str, what: str) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         with self._lock:
             if now - self._warned_at.get(peer, float("-inf")) < _WARN_EACH_S:
                 return

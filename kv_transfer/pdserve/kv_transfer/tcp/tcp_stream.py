@@ -12,11 +12,11 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
@@ -85,7 +85,7 @@ class TcpStream:
 
     def receive_some(self, view: memoryview) -> int:
         """Receive at least one byte and all bytes that have arrived, into the view; returns their number. Raises: StreamBroken."""
-        since = time.monotonic()
+        since = clock.monotonic()
         while not (num_bytes := self._try(lambda views: self._sock.recv_into(views[0]), [view], 0)):
             self._check_stall(since, self._stall_s, 0)
         return num_bytes
@@ -114,13 +114,13 @@ class TcpStream:
     ) -> None:
         rest = list(views)
         position = num_moved = 0
-        last_progress = time.monotonic()
+        last_progress = clock.monotonic()
         while position < len(rest):
             num_bytes = self._try(move_some, rest[position : position + _IOV_MAX], num_moved)
             if num_bytes == 0:
                 self._check_stall(last_progress, stall_s, num_moved)
                 continue
-            last_progress = time.monotonic()
+            last_progress = clock.monotonic()
             num_moved += num_bytes
             while position < len(rest) and num_bytes >= len(rest[position]):
                 num_bytes -= len(rest[position])
@@ -147,7 +147,7 @@ class TcpStream:
 
     @staticmethod
     def _check_stall(since: float, stall_s: float, num_moved: int) -> None:
-        if time.monotonic() - since >= stall_s:
+        if clock.monotonic() - since >= stall_s:
             raise StreamBroken(f"no byte moved for {stall_s:g} s", num_moved, is_stall=True)
 
 

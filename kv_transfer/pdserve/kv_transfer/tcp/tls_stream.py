@@ -8,10 +8,10 @@ one record per call, which is OpenSSL's limit.
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+from pdserve.common import clock
 from pdserve.common.security.tls import certificate_uris, tls_problem
 from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, TcpStream
 
@@ -93,7 +93,7 @@ class TlsStream:
         self._stream.close()
 
     def _shake_hands(self, handshake_s: float) -> None:
-        deadline = time.monotonic() + handshake_s
+        deadline = clock.monotonic() + handshake_s
         while True:
             try:
                 self._ssl.do_handshake()
@@ -105,7 +105,7 @@ class TlsStream:
             else:
                 self._flush(0)
                 return
-            if not self._stream.wait_readable(max(0.0, deadline - time.monotonic())):
+            if not self._stream.wait_readable(max(0.0, deadline - clock.monotonic())):
                 raise StreamBroken(f"no handshake within {handshake_s:g} s", is_stall=True)
             self._incoming.write(self._received[: self._stream.receive_some(self._received)])
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import GenerationRequest, verify_priority_is_used
@@ -258,7 +258,7 @@ class RequestFactory:
             request_id=engine_id,
             prompt_token_ids=valid.request.prompt_token_ids,
             sampling_params=self._seeded(valid.request.sampling_params),
-            arrival_time=time.monotonic(),
+            arrival_time=clock.monotonic(),
         )
 
     def begin_turn(
@@ -319,7 +319,7 @@ class RequestFactory:
         else:
             spans = hashed_spans(request.mm_features)
             carried["block_hashes"] = self._hasher.extend(root, carried["prompt_token_ids"], spans)
-        return EngineCoreRequest(**carried, sequence_stem=stem, arrival_time=time.monotonic())
+        return EngineCoreRequest(**carried, sequence_stem=stem, arrival_time=clock.monotonic())
 
 
 def _request(prompt: PromptWithSalt, fields: Mapping[str, object], **given: Any) -> PromptRequest:

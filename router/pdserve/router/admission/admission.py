@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NoReturn
 
+from pdserve.common import clock
 from pdserve.common.errors import Draining, Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
 from pdserve.router.admission.flex_requests import NOTHING, FlexRequest, FlexRequests, Freed
@@ -51,7 +51,7 @@ class Admission:
         capacity: Callable[[], Capacity],
         *,
         num_tenants: Callable[[], int] = lambda: 1,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """capacity: called whenever a place might be granted; call `recheck` after it has grown.
 

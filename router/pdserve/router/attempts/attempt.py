@@ -21,9 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 
+from pdserve.common import clock
 from pdserve.common.errors import (
     DeadlineExceeded,
     DigestMismatch,
@@ -358,7 +358,7 @@ class Attempt:
         match event:
             case Outputs():
                 if self._source is not None and self.pause_s is None:
-                    self.pause_s = time.monotonic() - self._source.ended_at
+                    self.pause_s = clock.monotonic() - self._source.ended_at
                 self._go_on()
                 self._reservations[-1].computed()
                 if self.state is AttemptState.PREFILLING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
+from pdserve.common import clock
 from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.common.kv_events import WorkerKey
 from pdserve.router.workers.worker import RemoteWorker
@@ -70,7 +70,7 @@ class FullWorkers:
 
     async def refused(self, worker: RemoteWorker, error: PdServeError) -> None:
         """Record a refusal; wait if all workers have been tried. Raises: the error, after `patience_s`."""
-        now = time.monotonic()
+        now = clock.monotonic()
         self._first_s = now if self._first_s is None else self._first_s
         if now - self._first_s >= self._patience_s:
             raise error

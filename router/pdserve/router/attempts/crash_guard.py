@@ -6,11 +6,11 @@ are isolated: they run on different workers. A prompt with enough evidence is re
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pdserve.common import clock
 from pdserve.common.errors import WorkerLost
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ Name = tuple[str, str, bytes]
 
 
 class DenyList:
-    """Refused prompts: name -> (`time.monotonic()` until which it is refused, callable that returns whether the reason holds)."""
+    """Refused prompts: name -> (`clock.monotonic()` until which it is refused, callable that returns whether the reason holds)."""
 
     def __init__(self) -> None:
         self._entries: dict[Name, tuple[float, Callable[[], bool]]] = {}
@@ -45,7 +45,7 @@ class DenyList:
         """Refuse a prompt to this client. holds: called at each repetition; False ends the refusal early."""
         if len(self._entries) >= _MAX_ENTRIES:
             self._entries.pop(next(iter(self._entries)))
-        self._entries[_name(client, request_digest)] = time.monotonic() + REFUSED_S, holds
+        self._entries[_name(client, request_digest)] = clock.monotonic() + REFUSED_S, holds
 
     def check(self, client: Client, request_digest: bytes) -> None:
         """Raises: WorkerLost if the prompt is refused to this client."""
@@ -53,7 +53,7 @@ class DenyList:
         if name not in self._entries:
             return
         until, holds = self._entries[name]
-        left = until - time.monotonic()
+        left = until - clock.monotonic()
         if left <= 0 or not holds():
             del self._entries[name]
             return
@@ -96,13 +96,13 @@ class Company:
         try:
             yield
         finally:
-            stay.left_at = time.monotonic()
+            stay.left_at = clock.monotonic()
             if stay.is_apart:
                 self.on_left()
 
     def _forget(self, key: WorkerKey) -> None:
         """Drop attempts that left the worker longer than `LATELY_S` ago."""
-        since = time.monotonic() - LATELY_S
+        since = clock.monotonic() - LATELY_S
         stays = [stay for stay in self._stays.pop(key, []) if stay.left_at is None or stay.left_at >= since]
         if stays:
             self._stays[key] = stays

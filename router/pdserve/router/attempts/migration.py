@@ -7,9 +7,9 @@ read those of a prompt from a prefill call.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 
+from pdserve.common import clock
 from pdserve.common.errors import TransferFailed
 from pdserve.common.kv_events import WorkerKey
 from pdserve.router.attempts.call_events import Computed, Ended, PrefillCallEvent
@@ -41,7 +41,7 @@ class MigrationSource:
         self.computed = computed
         self.without_draft_head = without_draft_head
         """True if the blocks of a draft head are not moved."""
-        self.ended_at = time.monotonic()
+        self.ended_at = clock.monotonic()
         """When the sequence ended at this worker."""
         self._leave = leave
         self._is_over = False

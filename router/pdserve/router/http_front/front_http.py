@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from pdserve.common import clock
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.net.health_probe import answer_live, probe_response
 from pdserve.common.request.trace_headers import TRACEPARENT
@@ -71,7 +71,7 @@ class HttpFront:
         """responses: where those of `/v1/responses` are kept."""
         self._inference = inference
         self._keys = inference.keys
-        self._started_at = int(time.time())
+        self._started_at = int(clock.unix_s())
         described = OpenApi()
         routes = [
             *DebugHttp(inference, self._keys).routes,

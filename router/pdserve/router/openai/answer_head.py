@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 
+from pdserve.common import clock
 from pdserve.router.requests.usage import Usage
 
 
@@ -27,4 +27,4 @@ class AnswerHead(NamedTuple):
     def fields(self, kind: str, *, listed: bool = True) -> dict[str, Any]:
         """kind: begins the answer's id. listed: True for an answer that is a list, in OpenAI's form."""
         head = {"id": f"{kind}-{self.request_id}", "model": self.model, "usage": self.usage_fields}
-        return head | {"object": "list", "created": int(time.time())} if listed else head
+        return head | {"object": "list", "created": int(clock.unix_s())} if listed else head

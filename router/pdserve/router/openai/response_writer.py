@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
@@ -87,7 +87,7 @@ class CompletionResponseWriter:
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
+            "created": int(clock.unix_s()),
             "model": model,
         }
         chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})

@@ -20,13 +20,13 @@ prefix that a busy worker has costs an idle one little.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common import timeline as moments
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.line_fit import LineFit
@@ -64,7 +64,7 @@ class BlockMoves:
         self,
         setting: Literal["never", "auto", "always"],
         bandwidth: TransferBandwidth,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """setting: `block_moves`."""
         self._setting = setting

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from pdserve.common import clock
 from pdserve.router.workers.step_times import StepTimes
 from pdserve.router.workers.worker import RemoteWorker, WorkerState
 
@@ -73,8 +73,8 @@ class Rebalancing:
                 continue
             for worker in workers:
                 worker.time_steps()
-            if time.monotonic() >= self._settled_at and (found := self.find(workers)) is not None:
-                self._settled_at = time.monotonic() + SETTLE_S
+            if clock.monotonic() >= self._settled_at and (found := self.find(workers)) is not None:
+                self._settled_at = clock.monotonic() + SETTLE_S
                 for each in random.sample(
                     list(found.source.movable), min(found.num_sequences, len(found.source.movable))
                 ):

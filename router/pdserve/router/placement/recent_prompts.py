@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.tenants.client import CacheGroup
@@ -29,7 +29,7 @@ class RecentPrompt(msgspec.Struct, frozen=True, gc=False):
     was_cached: bool
     """True if a part of the prompt was cached: it goes on where an earlier one ended."""
     ended_at: float
-    """`time.monotonic()`."""
+    """`clock.monotonic()`."""
 
     def first(self, num_tokens: int, deadline: float) -> GenerationRequest:
         """A request for its first tokens. deadline: as of `GenerationRequest`."""
@@ -61,7 +61,7 @@ class RecentPrompts:
             n=1,
             index=0,
         )
-        now = time.monotonic()
+        now = clock.monotonic()
         self._kept.append(RecentPrompt(asked, cache, tokens, was_cached, now))
         self.num_tokens += len(tokens)
         while self.num_tokens > MAX_TOKENS or self._kept[0].ended_at < now - KEPT_S:
@@ -69,6 +69,6 @@ class RecentPrompts:
 
     def best_first(self) -> list[RecentPrompt]:
         """Those that have been cached before, then the others; within both, the latest first."""
-        since = time.monotonic() - KEPT_S
+        since = clock.monotonic() - KEPT_S
         kept = [prompt for prompt in self._kept if prompt.ended_at >= since]
         return sorted(kept, key=lambda prompt: (not prompt.was_cached, -prompt.ended_at))

@@ -22,11 +22,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from pdserve.common import clock
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
@@ -67,7 +67,7 @@ class RoleSwitching:
         dwell_s: float,
         ask: Callable[[ServiceChannel, WorkerRole, float], Awaitable[None]] = set_role,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """workers: returns the live ones of a role. dwell_s: `role_dwell_s`."""
         self._workers = workers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from pdserve.common import clock
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.pooling_params import PoolingParams
@@ -108,7 +108,7 @@ class WorkerSelector:
             turns=self._turns,
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         candidates = {
             role: self._candidates(live[role], (num_tokens, num_encoder_tokens), hashes, dead, now_s, fingerprint)
             for role in WorkerRole
@@ -134,7 +134,7 @@ class WorkerSelector:
                 self._turns[role] += 1
                 self._index.routed(worker.key, hashes(worker.identity.layout), now_s)
         decision = RoutingDecision(
-            unix_s=time.time(),
+            unix_s=clock.unix_s(),
             request_id=request_id,
             tenant=tenant,
             attempt=attempt,

@@ -12,11 +12,11 @@ import asyncio
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import Sequence
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.attempts.fetch_call import fetch
@@ -72,17 +72,17 @@ class CacheMoves:
             log.exception("cached blocks of worker %s could not be moved", worker)
 
     async def _leave(self, worker: RemoteWorker) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        streams_until = time.monotonic() + STREAMS_FIRST_S
+        deadline = clock.monotonic() + LIMIT_S
+        streams_until = clock.monotonic() + STREAMS_FIRST_S
         # two conditions and a clock end this loop, not one event
-        while worker.movable and time.monotonic() < streams_until:  # noqa: ASYNC110
+        while worker.movable and clock.monotonic() < streams_until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         leave = _Leave(self._fleet, self._selector, self._preparation, worker, deadline)
         prompts = iter(self.recent.best_first())
 
         async def read() -> None:
             for prompt in prompts:
-                if worker.state is not WorkerState.DRAINING or time.monotonic() > deadline:
+                if worker.state is not WorkerState.DRAINING or clock.monotonic() > deadline:
                     return
                 await leave.read(prompt)
                 await asyncio.sleep(0)
@@ -144,7 +144,7 @@ class _Leave:
         # a prefill worker needs no more of the answer than it reads; and nothing is read of the last token
         request = self._first(prompt, num_here * layout.block_size + 1).request
         request = msgspec.structs.replace(request, request_id=self._name)
-        patient = BlockRead(source=self._worker, limit_s=max(0.1, self._deadline - time.monotonic()))
+        patient = BlockRead(source=self._worker, limit_s=max(0.1, self._deadline - clock.monotonic()))
         try:
             num_tokens = await fetch(reader, request, next(self._numbers), patient)
         except CallFailed as failure:

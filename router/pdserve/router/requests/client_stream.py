@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable
 
+from pdserve.common import clock
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
 from pdserve.text.outputs.merged_outputs import merged
 from pdserve.text.outputs.request_output import CompletionOutput
@@ -61,7 +61,7 @@ class ClientStream:
         """Approximate size of the unread outputs when written, bytes."""
         self.error: PdServeError | None = None
         """The error with which the whole request ends, if it failed."""
-        self._taken_at = time.monotonic()
+        self._taken_at = clock.monotonic()
 
     def push(self, output: CompletionOutput) -> None:
         """Add an output. Raises: Cancelled if the client has left too much unread; InvalidRequest if a whole answer is too
@@ -123,7 +123,7 @@ class ClientStream:
     def unread_for_s(self) -> float:
         """Seconds since the front end took output; 0 while it waits for more."""
         waits = self._on_output is not None and not self.is_blocked
-        return 0.0 if waits else time.monotonic() - self._taken_at
+        return 0.0 if waits else clock.monotonic() - self._taken_at
 
     def subscribe(self, on_output: Callable[[], None] | None) -> None:
         """Call `on_output` in a later turn of the loop when there may be something to `take_now`; None: no more calls."""
@@ -150,7 +150,7 @@ class ClientStream:
 
         Raises: the request's PdServeError, after all earlier output was taken.
         """
-        self._taken_at = self._flushed_at = time.monotonic()
+        self._taken_at = self._flushed_at = clock.monotonic()
         unread, self._unread, self.num_bytes, self._num_merged = self._unread, [], 0, 0
         if not unread and self.error is not None:
             raise self.error
@@ -159,18 +159,18 @@ class ClientStream:
     async def until_whole(self) -> int:
         """Wait until a whole answer has ended; `take_now` has it. Its approximate size, bytes. Raises: PdServeError."""
         await self.until_ready()
-        self._taken_at = time.monotonic()
+        self._taken_at = clock.monotonic()
         if self.error is not None:
             raise self.error
         return self.num_bytes
 
     def note_read(self) -> None:
         """Note that the client has read a part of what was taken."""
-        self._taken_at = time.monotonic()
+        self._taken_at = clock.monotonic()
 
     def _left_s(self) -> float:
         """Seconds until the next reading."""
-        return max(0.0, self._flushed_at + self._flush_s - time.monotonic()) if self._flush_s else 0.0
+        return max(0.0, self._flushed_at + self._flush_s - clock.monotonic()) if self._flush_s else 0.0
 
     def wake(self) -> None:
         """Call the subscriber when it may take, if there is output or the end."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.block_hash import BlockHasher, placement_hash
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
@@ -267,7 +267,7 @@ class Preparation:
         completed.request_id = request_id
         completed.eos_token_ids = self.tokenizer.eos_token_ids
         completed.tenant = tenant_digest(self._key, request.client.tenant)
-        completed.deadline = time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S)
+        completed.deadline = clock.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S)
         if request.speculative_tokens is not None:
             completed.ignorable = ("speculative_tokens",)  # it changes no text
         return completed

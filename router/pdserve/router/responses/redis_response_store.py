@@ -17,7 +17,6 @@ import asyncio
 import logging
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -26,6 +25,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from redis.asyncio import Redis
 
+from pdserve.common import clock
 from pdserve.common.errors import PeerError
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.registry.redis_connection import (
@@ -82,7 +82,7 @@ class RedisResponseStore:
         key: DeploymentKey,
         settings: RouterSettings,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.unix_s,
     ) -> None:
         """where: the server's name for the log. clock: seconds since 1970, about the same in all routers."""
         self.breaker = CircuitBreaker(

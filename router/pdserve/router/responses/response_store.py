@@ -8,13 +8,13 @@ of more than `max_stored_response_bytes` is not stored.
 from __future__ import annotations
 
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import NotFound
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.bodies.request_body import shown
@@ -79,7 +79,7 @@ def not_stored(response_id: str) -> NotFound:
 class MemoryResponseStore:
     """Responses in this process, at most `max_stored_bytes` of all tenants: the tenant that has most loses its oldest first."""
 
-    def __init__(self, settings: RouterSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: RouterSettings, clock: Callable[[], float] = clock.monotonic) -> None:
         """clock: seconds."""
         self._settings = settings
         self._clock = clock

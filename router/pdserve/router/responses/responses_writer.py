@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
@@ -74,7 +74,7 @@ class ResponsesWriter:
         head = {
             "id": self.response_id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(clock.unix_s()),
             "service_tier": request.service_tier or DEFAULT,
         }
         self._head = _encode(head)[:-1] + b"," + fixed + b","
@@ -203,7 +203,7 @@ class ResponsesWriter:
             "status": status,
             "output": self._items.items,
             "incomplete_details": reason,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": int(clock.unix_s()) if status == "completed" else None,
             "error": None,
             "usage": None,
             **fields,

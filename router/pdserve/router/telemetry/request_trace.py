@@ -8,13 +8,13 @@ AttemptTrace   one placement of a prompt       span `attempt`, the parent of the
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InternalError, NeedsPrefill, PdServeError
 from pdserve.common.request.cached_tokens import NOTHING_CACHED, CachedTokens
@@ -131,7 +131,7 @@ class PromptTrace:
         self._span = request.span
         self._headers = request.headers
         self._tokens_at: dict[int, float] = {}
-        """Sequence -> `time.monotonic()` seconds at which its last tokens were sent to the client."""
+        """Sequence -> `clock.monotonic()` seconds at which its last tokens were sent to the client."""
 
     @property
     def cause(self) -> PdServeError | None:
@@ -228,7 +228,7 @@ class PromptTrace:
 
     def relayed(self, index: int, num_tokens: int, cached_tokens: CachedTokens) -> None:
         """Record new tokens of a sequence that were sent to the client."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if not self.num_output_tokens:
             self.cached_tokens = cached_tokens.first(self.num_prompt_tokens)
         if num_tokens and (before := self._tokens_at.get(index)) is not None:

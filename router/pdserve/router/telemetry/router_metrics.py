@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pdserve.common import clock
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.common.request.cached_tokens import CACHED_SOURCES
 from pdserve.common.telemetry.loop_histogram import LoopHistogram
@@ -176,7 +176,7 @@ KEPT_S = 600.0
 class PlacedCalls:
     """Counts calls in a metric with the labels role and worker."""
 
-    def __init__(self, counter: Counter, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, counter: Counter, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self._counter = counter
         self._clock = clock
         self._last: dict[tuple[str, str], tuple[RemoteWorker, float]] = {}

@@ -7,13 +7,13 @@ import contextlib
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.trace_headers import TRACEPARENT
@@ -122,12 +122,12 @@ class RouterTelemetry(ServiceTelemetry):
     @contextlib.contextmanager
     def count_rejections(self, client: Client | None = None) -> Iterator[None]:
         """Count the error of a request that is refused before it has a trace, in the task that serves it. client: if known."""
-        started = time.monotonic()
+        started = clock.monotonic()
         ASKING.set(client)
         try:
             yield
         except PdServeError as error:
-            self._refused(error, time.monotonic() - started)
+            self._refused(error, clock.monotonic() - started)
             self.metrics.requests.labels(error.code).inc()
             self.metrics.failed(error)
             raise

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import time
 from importlib.metadata import version
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.timeline import now_unix_ns
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
@@ -145,7 +145,7 @@ def _worker_view(worker: RemoteWorker) -> WorkerView:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         num_calls=worker.num_in_flight,
         num_other_calls=load.num_other_calls,
-        connected_s=time.monotonic() - worker.joined_at,
+        connected_s=clock.monotonic() - worker.joined_at,
         connectors=list(identity.connectors),
         protocol_version=identity.protocol_version,
         sampler_version=identity.sampler_version,

@@ -13,7 +13,6 @@ import logging.handlers
 import os
 import queue
 import sys
-import time
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import ConfigError
 from pdserve.router.tenants.client import Client
 
@@ -87,7 +87,7 @@ class _File(logging.handlers.WatchedFileHandler):
 class AuditLog:
     """Writes audit lines to the target; without a target, writes nothing. `close` it."""
 
-    def __init__(self, target: str | None, model: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, target: str | None, model: str, *, clock: Callable[[], float] = clock.unix_s) -> None:
         """target: a path, `stderr`, or None. model: the model's name for clients. clock: seconds since 1970.
 
         Raises: ConfigError for a file that cannot be written.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.address.peer_address import network_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Failures(msgspec.Struct):
 class FailedAttempts:
     """Failed authentications of one router. Only failures are delayed, not valid keys from the same address."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         self._by_network: OrderedDict[str, _Failures] = OrderedDict()
         self._num_delayed = 0

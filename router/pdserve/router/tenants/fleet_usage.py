@@ -18,13 +18,13 @@ import hashlib
 import hmac
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from redis.asyncio import Redis
 
+from pdserve.common import clock
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
 from pdserve.common.registry.redis_connection import (
     REDIS_ERRORS,
@@ -103,8 +103,8 @@ class FleetUsage:
         key: DeploymentKey,
         accounts: TenantAccounts,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.monotonic,
+        wall_clock: Callable[[], float] = clock.unix_s,
     ) -> None:
         """where: the server's name for the log. accounts: this router's accounts, to publish. clock: monotonic, seconds.
         wall_clock: seconds since 1970."""
@@ -153,10 +153,10 @@ class FleetUsage:
         self._beat += 1
         mine = self._keys.usage(self.router_id)
         trip = self._redis.pipeline(transaction=False)
-        trip.zadd(self._keys.routers, {self.router_id: time.time()})
+        trip.zadd(self._keys.routers, {self.router_id: clock.unix_s()})
         trip.hset(mine, _FIELD, self._sealed(_Report(self._beat, self._own(), self._wall_clock()), self.router_id))
         trip.pexpire(mine, int(LEASE_S * 1000))
-        trip.zremrangebyscore(self._keys.routers, 0, time.time() - 60)
+        trip.zremrangebyscore(self._keys.routers, 0, clock.unix_s() - 60)
         trip.zrevrange(self._keys.routers, 0, MAX_ROUTERS - 1)
         for router_id in self._ids:
             trip.hmget(self._keys.usage(router_id), [_FIELD])

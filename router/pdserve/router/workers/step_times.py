@@ -23,7 +23,7 @@ class StepTimes:
     _last_at: float | None = None
 
     def arrived(self, num_sequences: int, now_s: float) -> None:
-        """Tokens of a step have come. now_s: `time.monotonic()`."""
+        """Tokens of a step have come. now_s: `clock.monotonic()`."""
         last, self._last_at = self._last_at, now_s
         if last is not None and now_s - last < _LONGEST_S and num_sequences:
             self.add(num_sequences, now_s - last)

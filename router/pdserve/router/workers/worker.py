@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
@@ -146,12 +146,12 @@ class RemoteWorker:
         """What may be placed there now: a worker may change its role within an epoch. None for a role that this router does not
         know."""
         self.role_changed_at = -math.inf
-        """`time.monotonic()` of the last change that this router has seen."""
+        """`clock.monotonic()` of the last change that this router has seen."""
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
         self.stalled = False
         """True if it is DEAD because its engine made no progress, and not because its connection broke."""
-        self.joined_at = time.monotonic()
+        self.joined_at = clock.monotonic()
         self.died_at = math.inf
         self.num_in_flight = 0
         """Open calls of this router."""
@@ -226,7 +226,7 @@ class RemoteWorker:
         self.step_stream.on_step = self._step_arrived
 
     def _step_arrived(self, num_sequences: int) -> None:
-        self.step_times.arrived(num_sequences, time.monotonic())
+        self.step_times.arrived(num_sequences, clock.monotonic())
 
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report. The part above this router's own account is the work of other routers."""
@@ -235,7 +235,7 @@ class RemoteWorker:
         self._forget_ended()
         self._own_reported = sum((share for _, share in self._ended_lately), self._own)
         if (role := load.role or self.identity.role) is not self.role:
-            self.role, self.role_changed_at = role, time.monotonic()
+            self.role, self.role_changed_at = role, clock.monotonic()
             if not self.sequences_leave:
                 for each in list(self.movable):
                     each.stay()
@@ -264,7 +264,7 @@ class RemoteWorker:
         if self.state is WorkerState.DEAD:
             return
         self.state, self.cause_of_death = WorkerState.DEAD, cause
-        self.stalled, self.died_at = stalled, time.monotonic()
+        self.stalled, self.died_at = stalled, clock.monotonic()
         callbacks, self._on_lost = self._on_lost, set()
         for on_lost in callbacks:
             on_lost(self)
@@ -288,10 +288,10 @@ class RemoteWorker:
     def _end(self, share: LoadEstimate) -> None:
         self._own -= share
         self._forget_ended()
-        self._ended_lately.append((time.monotonic(), share))
+        self._ended_lately.append((clock.monotonic(), share))
 
     def _forget_ended(self) -> None:
-        before = time.monotonic() - REPORT_LAG_S
+        before = clock.monotonic() - REPORT_LAG_S
         while self._ended_lately and self._ended_lately[0][0] < before:
             self._ended_lately.popleft()
 

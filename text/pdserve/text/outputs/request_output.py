@@ -56,7 +56,7 @@ class RequestMetadata(msgspec.Struct, kw_only=True):
     stats: RequestMetrics | None
     """None without statistics."""
     events: list[EngineCoreEvent]
-    """Events of all sequences so far, with `time.monotonic()` of the engine's process; empty without statistics."""
+    """Events of all sequences so far, with `clock.monotonic()` of the engine's process; empty without statistics."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
+from pdserve.common import clock
 from pdserve.common.errors import PdServeError, PeerError
 from pdserve.common.request.wire.step_wire import MAX_EVENTS, StepEvent, StepTokens, merged
 
@@ -40,7 +40,7 @@ class StepOutbox:
         self._num_held = 0
         """Bytes of these events."""
         self._unread_since: float | None = None
-        """When the router has last taken something, `time.monotonic()` seconds; None if nothing is unsent."""
+        """When the router has last taken something, `clock.monotonic()` seconds; None if nothing is unsent."""
         self._merge_at = _MERGED_AT_ONCE
         self._error: PdServeError | None = None
         self._has_ended = False
@@ -69,7 +69,7 @@ class StepOutbox:
         """Count an output that waits at its call; returns its bytes, for `release`. Fails if the router has not read for long."""
         num_bytes = _size(entry)
         self._num_held += num_bytes
-        since, now = self._unread_since, time.monotonic()
+        since, now = self._unread_since, clock.monotonic()
         if self._num_held > self._max_unsent_bytes and since is not None and now - since > UNREAD_S:
             self._fail_unread()
         return num_bytes
@@ -84,7 +84,7 @@ class StepOutbox:
             return
         self._entries.append(entry)
         if self._unread_since is None:
-            self._unread_since = time.monotonic()
+            self._unread_since = clock.monotonic()
         self._num_bytes += _size(entry)
         if len(self._entries) >= self._merge_at:
             self._merge()
@@ -145,7 +145,7 @@ class StepOutbox:
             return None
         entries, num_bytes = self._first()
         self._num_bytes -= num_bytes
-        self._unread_since = time.monotonic() if self._entries else None
+        self._unread_since = clock.monotonic() if self._entries else None
         if self._num_bytes <= ROOM_BYTES:
             self._room.set()
         if not self._entries:

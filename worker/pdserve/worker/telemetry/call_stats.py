@@ -6,10 +6,10 @@ Spans and metrics are made from it after the engine has removed the request, sin
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from pdserve.common import clock
 from pdserve.common.errors import Cancelled, InternalError, PdServeError
 from pdserve.common.request.cached_tokens import NOTHING_CACHED
 from pdserve.common.request.engine_types import (
@@ -46,7 +46,7 @@ REMOTE_STAGES = (
 
 
 class PassedSpan(NamedTuple):
-    """Times of one stage, `time.monotonic()` seconds."""
+    """Times of one stage, `clock.monotonic()` seconds."""
 
     name: str
     start: float
@@ -72,13 +72,13 @@ class CallStats:
         self._drafted: dict[int, tuple[int, int]] = {}
         """Sequence -> its drafts so far, and those that were accepted."""
         self.preempted_at: list[float] = []
-        """`time.monotonic()` seconds."""
+        """`clock.monotonic()` seconds."""
         self.prefills_locally = not request.remote_prefill
         self.cause: PdServeError | None = None
         self.lease_lost: PdServeError | None = None
         """The reason why the transfer of a prefill call ended before its receiver had all blocks; not a failure of a stage."""
         self.ended_at = 0.0
-        """When the call ended, `time.monotonic()` seconds."""
+        """When the call ended, `clock.monotonic()` seconds."""
         self._on_closed = on_closed
 
     def __enter__(self) -> CallStats:
@@ -89,7 +89,7 @@ class CallStats:
 
     def left(self, error: BaseException | None) -> None:
         """Note the end of the call, with what ended it early."""
-        self.ended_at = time.monotonic()
+        self.ended_at = clock.monotonic()
         if isinstance(error, PdServeError):
             self.cause = error
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):

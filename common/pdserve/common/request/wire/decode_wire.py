@@ -16,7 +16,7 @@ from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
 
 def admitted_event(moment: str, arrival_time: float) -> decode_pb2.DecodeEvent:
-    """arrival_time: `time.monotonic()` seconds."""
+    """arrival_time: `clock.monotonic()` seconds."""
     return decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: arrival_time})))
 
 

@@ -7,11 +7,11 @@ by their headers, and only then is anything decoded.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Mapping
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.request.generation_request import MAX_EOS_TOKEN_IDS, GenerationRequest, verify_num_given
 from pdserve.common.request.multimodal import MAX_IMAGES
@@ -74,7 +74,7 @@ def decode_request(data: bytes, max_model_len: int, vocab_size: int | None = Non
         raise InvalidRequest(f"request: {error}", field[1] if field else None) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise PeerError(f"a request of {len(data)} bytes cannot be decoded: {error}") from None
-    request.deadline = time.monotonic() + request.timeout_s
+    request.deadline = clock.monotonic() + request.timeout_s
     request.trace_headers = valid_trace_headers(request.trace_headers)
     return request
 

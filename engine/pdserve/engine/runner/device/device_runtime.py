@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pdserve.common import clock
 from pdserve.common.device_event import DeviceEvent
 
 
@@ -51,7 +51,7 @@ class DeviceRuntime(Protocol):
 class ClockEvent:
     """Implements `TimedEvent` for a CPU."""
 
-    at: float = field(default_factory=time.monotonic)
+    at: float = field(default_factory=clock.monotonic)
 
     def synchronize(self) -> None:
         """No effect: all work before has ended."""

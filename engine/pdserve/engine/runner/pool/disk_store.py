@@ -20,13 +20,14 @@ import logging
 import os
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+
+from pdserve.common import clock
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class DiskStore:
 
     def write(self, name: bytes, data: memoryview, digest: int) -> list[bytes]:
         lost: list[bytes] = []
-        if time.monotonic() < self._full_until:
+        if clock.monotonic() < self._full_until:
             return [name]
         try:
             try:
@@ -118,7 +119,7 @@ class DiskStore:
                 self._append(name, data, digest, lost)
         except OSError as error:
             log.warning("blocks are not kept in %s for %.0f s: %s", self._folder, FULL_S, error)
-            self._full_until = time.monotonic() + FULL_S
+            self._full_until = clock.monotonic() + FULL_S
             lost.append(name)
         return [each for each in lost if each not in self._places]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from pdserve.common import clock
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError
 from pdserve.engine.runner.device.device_runtime import DeviceRuntime, TimedEvent, make_runtime
@@ -129,9 +129,9 @@ class HostBlocks:
             self._is_closing = True
         for work in (self._begun, self._reads, self._writes, self._lookups):
             work.put(None)
-        end_at = time.monotonic() + CLOSE_S
+        end_at = clock.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.join(max(0.0, end_at - time.monotonic()))
+            thread.join(max(0.0, end_at - clock.monotonic()))
         if self._store is not None:
             self._store.store.close()
 

@@ -13,10 +13,10 @@ are received, and the rest of its prompt is computed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from pdserve.common import clock
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.common.request.cached_tokens import CachedTokens
@@ -120,7 +120,7 @@ class RemoteKvQueue:
         self.launched_event: DeviceEvent | None = None
         """On a GPU, the event of the last launched step. No later step writes a block that is free now."""
         self._room_expected_until = 0.0
-        """Time until which blocks of an evicted sequence are expected, `time.monotonic()` seconds."""
+        """Time until which blocks of an evicted sequence are expected, `clock.monotonic()` seconds."""
 
     def __len__(self) -> int:
         return len(self._unreserved) + len(self._receiving)
@@ -228,7 +228,7 @@ class RemoteKvQueue:
     @property
     def returns_room(self) -> bool:
         """True if blocks of evicted sequences will be returned after their reads end."""
-        return self._holds.num_quarantined > 0 and time.monotonic() < self._room_expected_until
+        return self._holds.num_quarantined > 0 and clock.monotonic() < self._room_expected_until
 
     def victim(self, taker: Request) -> Request | None:
         """The waiting sequence to evict in favour of a running one: the last in order of priority and arrival.
@@ -243,7 +243,7 @@ class RemoteKvQueue:
 
     def expect_room(self) -> None:
         """Note that a sequence is evicted, so that its blocks will be returned."""
-        self._room_expected_until = time.monotonic() + RETURNS_WITHIN_S
+        self._room_expected_until = clock.monotonic() + RETURNS_WITHIN_S
 
     def expects(self, event: Landed | SourceFinished) -> bool:
         """True if the event concerns a sequence that is being received and is not a repetition."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
+from pdserve.common import clock
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
@@ -204,13 +204,13 @@ class Embedding(RequestScope[EmbeddingInput]):
             self._leave()
 
     async def _computed(self) -> list[array[float]]:
-        began = time.monotonic()
+        began = clock.monotonic()
         waiting = iter(enumerate(self._runs))
         vectors = [array("f")] * len(self._runs)
 
         async def serve() -> None:
             for place, served in waiting:
-                vectors[place] = await EmbeddingTask(served, self._services, time.monotonic() - began).run()
+                vectors[place] = await EmbeddingTask(served, self._services, clock.monotonic() - began).run()
 
         tasks: list[asyncio.Task[None]] = []
         try:
