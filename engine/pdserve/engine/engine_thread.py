@@ -62,6 +62,10 @@ class EngineThread:
     """The message with which requests end when the engine fails."""
     _inbox: queue.SimpleQueue[Command | None] = field(default_factory=queue.SimpleQueue, init=False)
     _after_step: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _wait_s: float | None = field(default=None, init=False)
+    """Seconds for which the next turn waits for a command; None: it does not wait."""
+    _is_checked: bool = field(default=False, init=False)
+    """Nothing has been computed since all blocks were checked."""
 
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -102,27 +106,36 @@ class EngineThread:
 
     def _loop_until_stopped(self) -> None:
         wait_s: float | None = None
-        checked = False
         while (num_commands := self._run_commands(wait_s)) is not None:
-            if num_commands == 0 and wait_s == IDLE_BEAT_S and not checked and not self.core.scheduler.requests:
-                # idle for a whole beat, so no request waits for this check of all blocks
-                self.core.scheduler.check()
-                checked = True
-            after_step, self._after_step = self._after_step, []
-            outputs = self.core.step()
-            try:
-                # first run commands that the transfer side posted during the step: blocks are sent before outputs are reported
-                ends = self._run_commands(None) is None
-            finally:
-                self._notify(outputs)
-                for callback in after_step:
-                    self.call_soon(callback)
-            if ends:
+            if not self._turn(num_commands):
                 return
-            if outputs.outputs or self.core.has_computed or self.core.is_loading:
-                wait_s, checked = None, False
-            else:
-                wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S
+            wait_s = self._wait_s
+
+    def _turn(self, num_commands: int) -> bool:
+        """One step, after so many commands; sets `_wait_s`, the time for which the next one waits for a command. False to end."""
+        if (
+            num_commands == 0
+            and self._wait_s == IDLE_BEAT_S
+            and not self._is_checked
+            and not self.core.scheduler.requests
+        ):
+            # idle for a whole beat, so no request waits for this check of all blocks
+            self.core.scheduler.check()
+            self._is_checked = True
+        after_step, self._after_step = self._after_step, []
+        outputs = self.core.step()
+        try:
+            # first run commands that the transfer side posted during the step: blocks are sent before outputs are reported
+            ends = self._run_commands(None) is None
+        finally:
+            self._notify(outputs)
+            for callback in after_step:
+                self.call_soon(callback)
+        if outputs.outputs or self.core.has_computed or self.core.is_loading:
+            self._wait_s, self._is_checked = None, False
+        else:
+            self._wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S
+        return not ends
 
     def _run_commands(self, wait_s: float | None) -> int | None:
         """Run posted commands, waiting at most `wait_s` for the first; returns their number, None to end the loop."""

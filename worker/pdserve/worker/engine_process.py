@@ -17,13 +17,13 @@ from pdserve.common.tasks.background_task import background_task
 from pdserve.engine.client.engine_process import run_engine_process
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
-from pdserve.worker.transfers.worker_transfers import WorkerTransfers
+from pdserve.worker.transfers.worker_transfers import TransferMemory, WorkerTransfers
 
 
 def make_transfers(settings: WorkerSettings, model: LoadedModel, deployment_key: DeploymentKey) -> WorkerTransfers:
     """Transfers with identity and certificates of their own."""
     tls = settings.tls()
-    transfers = WorkerTransfers(settings, model, deployment_key, tls)
+    transfers = WorkerTransfers(settings, TransferMemory.of(settings, model, tls), deployment_key, tls)
     transfers.serve_attach()
     transfers.renewal = background_task("certificates", TlsRenewal(settings, tls).run)
     return transfers

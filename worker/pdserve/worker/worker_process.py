@@ -25,7 +25,7 @@ from pdserve.engine.client.process_client import ProcessClient
 from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
 from pdserve.engine.runner.loading.loaded_model import LoadProgress, load_model
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
-from pdserve.worker.transfers.worker_transfers import WorkerTransfers
+from pdserve.worker.transfers.worker_transfers import TransferMemory, WorkerTransfers
 from pdserve.worker.worker import MakeCalls, Worker
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,6 @@ async def make_engine(
         on_progress(loaded.loaded_bytes, loaded.total_bytes)
 
     model = await asyncio.to_thread(load_model, folder, settings, report, WORKER_RANK)
-    transfers = WorkerTransfers(settings, model, deployment_key, tls)
+    transfers = WorkerTransfers(settings, TransferMemory.of(settings, model, tls), deployment_key, tls)
     engine = LoadedEngine(model, settings, deployment_key, outbox=transfers)
     return InprocClient(engine, in_event_loop(loop), transfers, lambda _: ENGINE_FAILED)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -87,6 +87,46 @@ def _limits(max_received_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+class Transport(Protocol):
+    """What makes channels and servers. A simulation has one without sockets."""
+
+    def channel(self, address: str, tls: ClientTls | None, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+        """A channel to `host:port`."""
+
+    def server(
+        self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
+    ) -> grpc.aio.Server:
+        """A server that listens nowhere yet."""
+
+
+class _Grpc:
+    """gRPC over TCP."""
+
+    def channel(self, address: str, tls: ClientTls | None, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+        if tls is None:
+            return grpc.aio.insecure_channel(grpc_target(address), options=list(options))
+        return RenewedChannel(tls, lambda generation: _secure_channel(address, generation, list(options)))
+
+    def server(
+        self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
+    ) -> grpc.aio.Server:
+        return grpc.aio.server(interceptors=list(interceptors), options=list(options))
+
+
+_transport: Transport = _Grpc()
+
+
+@contextlib.contextmanager
+def transported_by(transport: Transport) -> Iterator[None]:
+    """Make channels and servers with this transport until the block ends."""
+    global _transport
+    before, _transport = _transport, transport
+    try:
+        yield
+    finally:
+        _transport = before
+
+
 def make_channel(
     address: str, tls: ClientTls | None = None, *, max_received_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
@@ -95,10 +135,7 @@ def make_channel(
     With TLS each call uses the certificates that are current then; running calls continue (`RenewedChannel`).
     max_received_bytes: of one message; a larger one ends its call.
     """
-    options = [*_CHANNEL_OPTIONS, *_limits(max_received_bytes)]
-    if tls is None:
-        return grpc.aio.insecure_channel(grpc_target(address), options=options)
-    return RenewedChannel(tls, lambda generation: _secure_channel(address, generation, options))
+    return _transport.channel(address, tls, [*_CHANNEL_OPTIONS, *_limits(max_received_bytes)])
 
 
 def _secure_channel(address: str, tls: ClientTls, options: list[tuple[str, int]]) -> grpc.aio.Channel:
@@ -118,7 +155,7 @@ def make_server(
     refused before it is received. max_streams: open calls of one connection. Compressed messages are refused.
     """
     options = [*_SERVER_OPTIONS, *_limits(max_received_bytes), ("grpc.max_concurrent_streams", max_streams)]
-    return grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=options)
+    return _transport.server([ErrorInterceptor(), *guards], options)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None = None) -> int:

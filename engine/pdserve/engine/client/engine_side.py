@@ -32,6 +32,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.scheduler_output import RequestFailure
 
+MakeThread = Callable[..., EngineThread]
 CallSoon = Callable[[Callable[[], None]], object]
 """Runs a callback after earlier ones, in this thread or in another one."""
 
@@ -94,15 +95,17 @@ class EngineSide:
         num_threads: int = 1,
         cpu_core: int | None = None,
         failure_text: Callable[[Exception], str] = lambda error: ENGINE_FAILED,
+        make_thread: MakeThread = EngineThread,
     ) -> None:
         """send: takes what the client gets; called where `call_soon` runs. failure_text: the message about an error that ends
-        the engine."""
+        the engine. make_thread: takes the arguments of `EngineThread`."""
         self.core = core
         self.transfers = transfers
         self._send = send
         self._call_soon = call_soon
         self._threads = (num_threads, cpu_core)
         self._failure_text = failure_text
+        self._make_thread = make_thread
         self.thread: EngineThread | None = None
         """None before `StartEngine`: commands run at once."""
         self.stats = SchedulerStats(num_blocks_total=core.config.num_blocks, num_blocks_free=core.config.num_blocks)
@@ -174,7 +177,7 @@ class EngineSide:
 
     def _start(self, warm_up: bool) -> None:
         num_threads, cpu_core = self._threads
-        self.thread = EngineThread(
+        self.thread = self._make_thread(
             self.core, self._call_soon, self._on_outputs, self._died, num_threads, cpu_core, self._failure_text
         )
         self.thread.start()

@@ -12,11 +12,11 @@ from pdserve.common.errors import Cancelled, WorkerLost
 from pdserve.common.processes.stacks import dump_stacks
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve.engine.client.engine_core_client import EngineCoreClient
-from pdserve.engine.client.engine_side import CallSoon, EngineSide, EngineTransfers, at_once
+from pdserve.engine.client.engine_side import CallSoon, EngineSide, EngineTransfers, MakeThread, at_once
 from pdserve.engine.client.loaded_engine import EngineSource
 from pdserve.engine.client.messages import ToEngine
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.engine_thread import ENGINE_FAILED
+from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
 
 GRAMMAR_POLL_S = 0.05
 """While only grammars are awaited: how often to look at their deadlines."""
@@ -36,9 +36,10 @@ class InprocClient(EngineCoreClient):
         call_soon: CallSoon = at_once,
         transfers: EngineTransfers | None = None,
         failure_text: Callable[[Exception], str] = failure_text,
+        make_thread: MakeThread = EngineThread,
     ) -> None:
         """call_soon: where a subscriber is called; default: in the engine's thread. failure_text: the message about an error
-        that ends the engine."""
+        that ends the engine. make_thread: as of `EngineSide`."""
         super().__init__()
         self._engine = engine
         self.info = engine.info
@@ -51,6 +52,7 @@ class InprocClient(EngineCoreClient):
             num_threads=engine.num_threads,
             cpu_core=engine.cpu_core,
             failure_text=failure_text,
+            make_thread=make_thread,
         )
         self.stats = self.side.stats
         self.transfers = None if transfers is None else transfers.properties

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from pdserve.common.errors import Draining, InvalidRequest, PdServeError
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.rpc import MAX_PEER_CONNECTIONS_PER_ADDRESS, abort_with, bind, make_server
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
@@ -23,6 +25,7 @@ from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.engine.scheduler.kv_messages import Migrating, OutOfEngine
 from pdserve.engine.scheduler_output import RequestFailure
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
@@ -38,6 +41,7 @@ from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
 from pdserve.kv_transfer.make_connectors import serve_pools
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.kv_transfer_manager import KvTransferManager
@@ -63,6 +67,25 @@ _OTHER_STREAMS = 36
 _STOP_GRACE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class TransferMemory:
+    """The blocks that a worker's transfers read and write."""
+
+    layout: KvLayout
+    connectors: ConnectorSet
+    """They serve the pools, those of other ranks included."""
+    pools: Sequence[PoolMemory]
+    """Rank 0's, by shape of blocks."""
+
+    @classmethod
+    def of(cls, settings: WorkerSettings, model: LoadedModel, tls: TlsIdentity | None = None) -> TransferMemory:
+        """Give a model's pool to connectors. Raises: ConfigError; WorkerLost when another rank has ended."""
+        connectors, pools = serve_pools(settings, model.pools, tls)
+        if model.ranks is not None:
+            join_ranks(connectors, model.ranks)
+        return cls(model.layout, connectors, pools)
+
+
 class WorkerTransfers:
     """An `EngineTransfers`. Made and used in the asyncio thread, but for `send`."""
 
@@ -76,19 +99,16 @@ class WorkerTransfers:
     def __init__(
         self,
         settings: WorkerSettings,
-        model: LoadedModel,
+        memory: TransferMemory,
         deployment_key: DeploymentKey,
         tls: TlsIdentity | None = None,
     ) -> None:
-        """Give the model's pool to connectors. Raises: ConfigError; WorkerLost when another rank has ended."""
         self._settings = settings
-        self._model = model
+        self._layout = memory.layout
         self._deployment_key = deployment_key
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self.connectors, self._pools = serve_pools(settings, model.pools, tls)
-        if model.ranks is not None:
-            join_ranks(self.connectors, model.ranks)
+        self.connectors, self._pools = memory.connectors, memory.pools
         self._digests = DigestRule(
             settings.kv_digest,
             lambda context: deployment_key.derive(DATA_PLANE, context),
@@ -147,7 +167,7 @@ class WorkerTransfers:
         self._identity = PeerId(worker_id, epoch)
         receiving = ReceiverInfo(
             identity=self._identity,
-            layout=self._model.layout,
+            layout=self._layout,
             connectors=self.connectors.names,
             engine_tick=self._tick,
             attach_timeout_s=settings.limits.attach_timeout_s,
@@ -171,7 +191,7 @@ class WorkerTransfers:
         return AttachServicer(
             self.source_transfers,
             self.connectors,
-            self._model.layout,
+            self._layout,
             self._identity.epoch,
             self._tick,
             self._digests,
@@ -241,7 +261,7 @@ class WorkerTransfers:
             target,
             message.request_id,
             migration.request_digest,
-            self._model.layout,
+            self._layout,
             migration.num_tokens,
             without_draft_head=migration.without_draft_head,
         )
