@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Set
 from pathlib import Path
 
 from pdserve.common.address.descriptors import default_max_connections
@@ -19,8 +19,8 @@ from pdserve.common.net.tls_renewal import TlsRenewal
 from pdserve.common.processes.allocator import return_large_blocks
 from pdserve.common.processes.memory_return import MemoryReturn
 from pdserve.common.processes.shutdown import Shutdown
-from pdserve.common.security.deployment_key import is_loopback
-from pdserve.common.security.tls import ServerTls
+from pdserve.common.security.deployment_key import DeploymentKey, is_loopback
+from pdserve.common.security.tls import ServerTls, TlsIdentity
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
 from pdserve.common.tasks.background_task import background_task
@@ -88,49 +88,29 @@ async def run_router(
     preparation = Preparation(
         tokenizer, key, model_len, images, settings.limits.max_held_image_bytes, remote_images, audio
     )
-    expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
-        index = PrefixIndex()
-        directory = make_directory(settings, index, key)
         tls = settings.tls()
-        client_tls = tls.client if tls is not None else None
-        held = index if directory is None else None
-        async with Fleet(
-            settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
-            insecure=settings.insecure, is_starting=is_starting,
-            starting_timeout_s=STARTING_WORKER_TIMEOUT_S,
-        ) as fleet:  # fmt: skip
-            inference = Inference(models, settings, fleet, preparation, index, bodies)
-            if directory is not None:
-                inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
+        async with running_inference(
+            settings, models, preparation, bodies, key, tls, addresses=addresses, is_starting=is_starting
+        ) as inference:
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
                 log.warning("no_auth: every client that reaches %s is served without an API key", settings.host)
             front = settings.front_tls()
             renewal = TlsRenewal(settings, tls, front, settings.front_tls)
             renewal.log_expiry()
             inference.telemetry.watch_tls(renewal.expiries)
+            responses = make_response_store(settings, key)
             tasks = {
                 background_task("api_keys", inference.keys.follow),
                 background_task("certificates", renewal.run),
                 background_task("loop_lag", inference.telemetry.loop_lag.run),
                 background_task("memory", MemoryReturn().run),
             }
-            if settings.block_moves != "never":
-                tasks.add(background_task("cache_moves", inference.cache_moves.run))
-            if settings.rebalance != "never":
-                tasks.add(background_task("rebalancing", inference.rebalancing.run))
-            if settings.role_switch != "never":
-                tasks.add(background_task("role_switching", inference.role_switching.run))
-            responses = make_response_store(settings, key)
-            if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
-                tasks.add(background_task("usage", usage.run))
             try:
                 async with serving_metrics(settings, inference.telemetry.exposition):
                     await _serve(inference, responses, front, ready, shutdown)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+                await _cancelled(tasks)
                 await responses.close()
                 await inference.telemetry.close()
     finally:
@@ -138,6 +118,55 @@ async def run_router(
         bodies.close()
         if remote_images is not None:
             await remote_images.close()
+
+
+@contextlib.asynccontextmanager
+async def running_inference(
+    settings: RouterSettings,
+    models: tuple[str, ...],
+    preparation: Preparation,
+    bodies: ClientBodies,
+    key: DeploymentKey,
+    tls: TlsIdentity | None = None,
+    *,
+    addresses: Directory | None = None,
+    is_starting: IsStarting = nobody_starts,
+) -> AsyncIterator[Inference]:
+    """A router without its front ends: the fleet that it follows, and what it does about it while requests are served.
+
+    addresses, is_starting: as of `run_router`.
+    """
+    index = PrefixIndex()
+    directory = make_directory(settings, index, key)
+    expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
+    async with Fleet(
+        settings.prefill, settings.decode, expected, index if directory is None else None, directory or addresses,
+        tls.client if tls is not None else None, insecure=settings.insecure, is_starting=is_starting,
+        starting_timeout_s=STARTING_WORKER_TIMEOUT_S,
+    ) as fleet:  # fmt: skip
+        inference = Inference(models, settings, fleet, preparation, index, bodies)
+        if directory is not None:
+            inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
+        tasks = set()
+        if settings.block_moves != "never":
+            tasks.add(background_task("cache_moves", inference.cache_moves.run))
+        if settings.rebalance != "never":
+            tasks.add(background_task("rebalancing", inference.rebalancing.run))
+        if settings.role_switch != "never":
+            tasks.add(background_task("role_switching", inference.role_switching.run))
+        if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
+            tasks.add(background_task("usage", usage.run))
+        try:
+            yield inference
+        finally:
+            await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def _model_names(settings: RouterSettings, model_folder: Path) -> tuple[str, ...]:

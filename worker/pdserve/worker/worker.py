@@ -1,4 +1,5 @@
-"""`Worker`: an engine, its transfers and its gRPC server, started and stopped together.
+"""`Worker`: an engine, its transfers and its gRPC server, started and stopped together. What its process needs besides is in
+`worker_process.py`.
 
 It serves the calls of every role that it can take; its role is what routers may place at it (`worker_roles.py`).
 """
@@ -8,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -18,17 +18,13 @@ from pdserve.common import clock
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import ConfigError, Draining, PdServeError
-from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import (
-    MAX_PEER_CONNECTIONS_PER_ADDRESS,
     MAX_STREAMS_PER_CONNECTION,
     abort_with,
     bind,
     make_server,
 )
-from pdserve.common.processes.memory_return import MemoryReturn
-from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
@@ -47,7 +43,6 @@ from pdserve.engine.stats.stat_logger import load_stat_loggers
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.v1 import kv_source_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.fetch_servicer import FetchServicer
 from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
@@ -55,7 +50,7 @@ from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.source_reader import SourceReader
 from pdserve.worker.step_stream.step_stream_servicer import BeginCall, StepStreamServicer
-from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
+from pdserve.worker.telemetry.metrics_server import Health
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.transfers.transfer_messages import TransferProperties, typed
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
@@ -123,16 +118,13 @@ class Worker:
         self.identity = self._identity(role)
         self.roles = self._roles(role, other)
         engine.call_utility("begin_transfers", *self.identity.key)
-        self._watchdog: EngineWatchdog | None = None
         self._health = health.aio.HealthServicer()
         self.telemetry = WorkerTelemetry(self.identity, self.engine, self.roles)
-        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.engine.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
         self._reporting_health: asyncio.Task[None] | None = None
-        self._watching_process: list[asyncio.Task[None]] = []
         peers = PeerRule(tls is not None, settings.insecure)
         self.drain_asked = asyncio.Event()
         """Set when a router asks for a drain; whoever runs the worker then drains and stops it."""
@@ -228,39 +220,24 @@ class Worker:
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         return ["pdserve.v1.KvSourceService"]
 
-    async def start(self) -> None:
-        """Warm the engine up, then start serving. Raises: ConfigError if an adapter of the settings cannot be used."""
-        share_interpreter()
+    async def start(self, before_serving: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Warm the engine up, then start serving. before_serving: awaited in between.
+
+        Raises: ConfigError if an adapter of the settings cannot be used.
+        """
         try:
             await asyncio.wrap_future(self.core.start(warm_up=True))
         except PdServeError as error:
             raise RuntimeError("the engine failed while it was warmed up") from error
         await self.lora_modules.start()
-        if self.settings.limits.engine_stuck_exit_s:
-            self._watchdog = EngineWatchdog(
-                lambda: self.engine.tick, self.settings.limits.engine_stuck_exit_s, self.core.kill
-            )
-            self._watchdog.start()
-        host = self.settings.metrics_at
-        await self.metrics_server.start(host, self.settings.metrics_port)
+        if before_serving is not None:
+            await before_serving()
         await self.server.start()
         self._reporting_health = background_task("health", self._report_health)
-        connections = ConnectionWatch(self.port, MAX_PEER_CONNECTIONS_PER_ADDRESS)
-        self._watching_process = [
-            background_task("loop_lag", self.telemetry.loop_lag.run),
-            background_task("connections", connections.run),
-            background_task("memory", MemoryReturn().run),
-        ]
         if self.publisher is not None:
             self._publishing = background_task("publisher", self.publisher.run)
         if self.lora_modules.watches:
             self._following_adapters = background_task("adapters", self.lora_modules.run)
-        log.info(
-            "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
-            self.identity.worker_id, self.identity.address, self.identity.num_blocks, self.identity.layout.block_size,
-            self.identity.max_model_len, ", ".join(self.identity.connectors),
-            host_and_port(host, self.metrics_server.port),
-        )  # fmt: skip
 
     @property
     def num_open(self) -> int:
@@ -328,15 +305,11 @@ class Worker:
                 self._publishing.cancel()
                 await asyncio.wait({self._publishing})
             await self.publisher.leave()
-        for task in (self._reporting_health, self._following_adapters, *self._watching_process):
+        for task in (self._reporting_health, self._following_adapters):
             if task is not None:
                 task.cancel()
         if not self.engine.died.is_set():
             self._step_streams.close()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
-        if self._watchdog is not None:
-            self._watchdog.stop()
         await self.engine.close()
-        await self.metrics_server.stop()
         await self.telemetry.close()
-        log.info("%s has stopped; %d threads left", self.identity.worker_id, threading.active_count())

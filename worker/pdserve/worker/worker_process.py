@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
+from pdserve.common.net.connection_watch import ConnectionWatch
+from pdserve.common.net.rpc import MAX_PEER_CONNECTIONS_PER_ADDRESS
 from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.processes.memory_return import MemoryReturn
+from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import TlsIdentity
@@ -24,7 +30,9 @@ from pdserve.engine.client.loaded_engine import LoadedEngine
 from pdserve.engine.client.process_client import ProcessClient
 from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
 from pdserve.engine.runner.loading.loaded_model import LoadProgress, load_model
+from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
+from pdserve.worker.telemetry.metrics_server import MetricsServer
 from pdserve.worker.transfers.worker_transfers import TransferMemory, WorkerTransfers
 from pdserve.worker.worker import MakeCalls, Worker
 
@@ -57,6 +65,7 @@ async def run_worker(
     except BaseException:
         await engine.shutdown()
         raise
+    process = ProcessServices(worker)
     renewal = TlsRenewal(settings, tls)
     renewal.log_expiry()
     worker.telemetry.watch_tls(renewal.expiries)
@@ -64,7 +73,13 @@ async def run_worker(
     shutdown = Shutdown()
     with shutdown.on_signals():
         try:
-            await worker.start()
+            await worker.start(process.start)
+            log.info(
+                "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
+                worker.identity.worker_id, worker.identity.address, worker.identity.num_blocks,
+                worker.identity.layout.block_size, worker.identity.max_model_len, ", ".join(worker.identity.connectors),
+                process.metrics_address,
+            )  # fmt: skip
             # loaded objects remain: visiting all of them in a full collection would stop every stream for 0.1 s
             gc.freeze()
             if on_ready is not None:
@@ -76,7 +91,49 @@ async def run_worker(
         finally:
             renewing.cancel()
             await worker.stop()
+            await process.stop()
+            log.info("%s has stopped; %d threads left", worker.identity.worker_id, threading.active_count())
     return not worker.engine.died.is_set()
+
+
+class ProcessServices:
+    """What a worker's process has once: `/metrics` and probes over HTTP, a watchdog for the engine, and the care for memory and
+    connections."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._metrics_server = MetricsServer(worker.telemetry.exposition, worker.health, worker.engine.transfers)
+        self._watchdog: EngineWatchdog | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of `/metrics`, after `start`."""
+        return host_and_port(self._worker.settings.metrics_at, self._metrics_server.port)
+
+    async def start(self) -> None:
+        """Raises: ConfigError naming the address of `/metrics`."""
+        worker, settings = self._worker, self._worker.settings
+        share_interpreter()
+        if settings.limits.engine_stuck_exit_s:
+            self._watchdog = EngineWatchdog(
+                lambda: worker.engine.tick, settings.limits.engine_stuck_exit_s, worker.core.kill
+            )
+            self._watchdog.start()
+        await self._metrics_server.start(settings.metrics_at, settings.metrics_port)
+        connections = ConnectionWatch(worker.port, MAX_PEER_CONNECTIONS_PER_ADDRESS)
+        self._tasks = [
+            background_task("loop_lag", worker.telemetry.loop_lag.run),
+            background_task("connections", connections.run),
+            background_task("memory", MemoryReturn().run),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        await self._metrics_server.stop()
 
 
 Progress = Callable[[int, int], None]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from pdserve.router.admission.fair_queue import FairQueue
@@ -48,15 +48,16 @@ class FairThreads:
             if not self._queue.remove(id(turn)):
                 self._give_back()
             raise
-        running = self._threads.submit(self._timed, call)
 
-        def ended(_: Future[tuple[float, T | None, BaseException | None]]) -> None:
+        def timed() -> tuple[float, T | None, BaseException | None]:
+            ended = self._timed(call)
             # nothing waits in a closed loop
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._ended, tenant, running)
+                loop.call_soon_threadsafe(self._ended, tenant, ended[0])
+            return ended
 
-        running.add_done_callback(ended)
-        _, result, error = await asyncio.wrap_future(running)
+        # a call that has its thread runs to its end, whether anybody waits for it or not
+        _, result, error = await asyncio.shield(loop.run_in_executor(self._threads, timed))
         if error is not None:
             raise error
         return result  # type: ignore[return-value]  # without an error, the result is that of the call, also if it is None
@@ -74,9 +75,8 @@ class FairThreads:
             result, error = None, raised
         return self._processor_s() - started_s, result, error
 
-    def _ended(self, tenant: str, running: Future[tuple[float, T | None, BaseException | None]]) -> None:
-        if not running.cancelled():
-            self._queue.charge(tenant, running.result()[0])
+    def _ended(self, tenant: str, processor_s: float) -> None:
+        self._queue.charge(tenant, processor_s)
         self._give_back()
 
     def _give_back(self) -> None:

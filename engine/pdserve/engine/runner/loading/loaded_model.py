@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cac
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import BUNDLED, model_folder
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
-from pdserve.models.weights.rank_shard import WHOLE, RankShard
+from pdserve.models.weights.rank_shard import RankShard
 from pdserve.models.weights.weight_loader import LoadProgress
 
 log = logging.getLogger(__name__)
@@ -223,6 +224,19 @@ def load_model(
     return replace(loaded, ranks=ranks)
 
 
+def load_outline(folder: Path, settings: WorkerSettings) -> LoadedModel:
+    """The model and its pool without their bytes, which computes nothing: only shapes, limits and layouts are there.
+
+    The folder needs a config.json and no weights; the pool has the size that the settings name. Of several ranks it is rank 0's part.
+    Raises: ConfigError, UnsupportedModel.
+    """
+    verify_model(folder, settings)
+    if settings.num_blocks is None and settings.pool_mib is None:
+        raise ConfigError("num_blocks or kv_cache_mib is needed: there is no memory that a pool could be measured by")
+    settings = msgspec.structs.replace(settings, load_format="dummy")
+    return _load(folder, settings, None, None, device="meta")
+
+
 def verify_worker(folder: Path, settings: WorkerSettings) -> None:
     """Check what needs no weights: the devices, config.json, and settings that the model may not have.
 
@@ -246,11 +260,18 @@ def load_rank(folder: Path, settings: WorkerSettings, group: RankGroup) -> Loade
     return _load(folder, settings, group, None)
 
 
-def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
+def _load(
+    folder: Path,
+    settings: WorkerSettings,
+    group: RankGroup | None,
+    progress: Progress | None,
+    device: str | None = None,
+) -> LoadedModel:
+    """device: default: that of the settings."""
     config = _verified_config(folder, settings)
     draft_folder = DraftModelFolder.of(settings, folder, config)
-    shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
-    device = rank_devices(settings)[shard.rank]
+    shard = RankShard(0, settings.tensor_parallel_size) if group is None else RankShard(group.rank, group.size, group)
+    device = device or rank_devices(settings)[shard.rank]
     decoder = load_model_decoder(
         folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
         load_format=settings.load_format, quantization=settings.weight_form, shard=shard, progress=progress,

@@ -1,0 +1,196 @@
+"""An engine under virtual time: the product's `EngineCore`, with an executor that computes nothing and takes a profile's times."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.device_event import DeviceEvent
+from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.engine_thread import EngineThread
+from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.runner.loading.loaded_model import LoadedModel
+from pdserve.engine.scheduler.kv_messages import KvOutbox
+from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
+from pdserve.simulator.step_times import Chunk, StepTimes
+from pdserve.simulator.virtual_time import VirtualTime
+
+FIRST_TOKEN_ID = 3
+"""Tokens are drawn from here on, above the ids that most tokenizers have for the ends of texts."""
+ALIVE_S = 1.0
+"""Seconds between two turns of an idle engine; its tick moves with each."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    num_known: int
+    """Tokens of prompt and output."""
+    num_computed: int
+    num_sequences: int
+    """That continue its prompt."""
+    index: int
+
+
+class _Pending(NamedTuple):
+    """A `StepResult`."""
+
+    time: VirtualTime
+    ends_at_s: float
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        self.time.spend(self.ends_at_s - self.time.now_s)
+        return self.output
+
+
+class VirtualExecutor:
+    """An `Executor` of one device, on which one step follows the other."""
+
+    kv_written: DeviceEvent | None = None
+
+    def __init__(self, time: VirtualTime, times: StepTimes, vocab_size: int, hidden_size: int) -> None:
+        self._time = time
+        self._times = times
+        self._vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self._sequences: dict[str, _Sequence] = {}
+        self._free_at_s = 0.0
+        """When the device has computed all steps so far."""
+        self._pending: _Pending | None = None
+
+    def check_health(self) -> None:
+        """No effect."""
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        for request_id in scheduled.finished_req_ids:
+            self._sequences.pop(request_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            self._sequences[new.req_id] = _Sequence(
+                len(new.token_ids), new.num_computed_tokens, new.num_sequences, new.index
+            )
+        chunks, output = [], ModelRunnerOutput()
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            sequence = self._sequences[request_id]
+            chunks.append(Chunk(count, sequence.num_computed))
+            sequence.num_computed += count
+            if sequence.num_computed == sequence.num_known:
+                for number in range(sequence.num_sequences):
+                    output.req_ids.append(request_id)
+                    output.sampled_token_ids.append([self._token(sequence, number)])
+                sequence.num_known += 1
+                sequence.num_sequences = 1
+        output.compute_s = self._times.step_s(chunks)
+        self._free_at_s = max(self._free_at_s, self._time.now_s) + output.compute_s
+        self._pending = _Pending(self._time, self._free_at_s, output)
+
+    def _token(self, sequence: _Sequence, number: int) -> int:
+        """Some token: the same at the same place of the same sequence, wherever it is computed."""
+        place = sequence.num_known * 7919 + (sequence.index + number) * 104_729
+        return FIRST_TOKEN_ID + place % (self._vocab_size - FIRST_TOKEN_ID)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> _Pending:
+        assert self._pending is not None
+        return self._pending
+
+    def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
+        return None
+
+    def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
+        return []
+
+    def warm_up(self) -> None:
+        """No effect."""
+
+    def close(self) -> None:
+        """No effect."""
+
+
+class VirtualEngine:
+    """An `EngineSource`."""
+
+    num_threads, cpu_core = 1, None
+
+    def __init__(
+        self,
+        outline: LoadedModel,
+        settings: WorkerSettings,
+        key: DeploymentKey,
+        time: VirtualTime,
+        times: StepTimes,
+        outbox: KvOutbox,
+    ) -> None:
+        """outline: as `load_outline` makes it."""
+        self._outline = outline
+        self._settings = settings
+        self._hasher = BlockHasher(key, settings.block_size)
+        self._time = time
+        self._times = times
+        self._outbox = outbox
+        self.info = outline.engine_info(settings)
+
+    def make_core(self) -> EngineCore:
+        executor = VirtualExecutor(self._time, self._times, self.info.vocab_size, self.info.hidden_size)
+        config = self._outline.engine_config(self._settings)
+        return EngineCore(config, executor, Heartbeat(), self._hasher, self.info.vocab_size, self._outbox)
+
+    def close(self) -> None:
+        """No effect."""
+
+
+class VirtualEngineThread(EngineThread):
+    """The turns of an engine as callbacks of the event loop: a turn begins when the steps of the one before have ended."""
+
+    def __init__(self, time: VirtualTime, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._time = time
+        self._has_news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run_turns(), name="engine")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def post(self, command: Any) -> None:
+        self._inbox.put(command)
+        self._has_news.set()
+
+    async def _run_turns(self) -> None:
+        while True:
+            num_commands = self._run_commands(None)
+            if num_commands is None:
+                return
+            self._has_news.clear()
+            with self._time.apart() as spent:
+                goes_on = self._turn(num_commands)
+            if not goes_on:
+                return
+            if spent():
+                await asyncio.sleep(spent())
+            elif self._wait_s is None:
+                await asyncio.sleep(0)
+            elif self._inbox.empty():
+                await self._news(self._wait_s if self.core.has_work else ALIVE_S)
+
+    async def _news(self, wait_s: float) -> None:
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._has_news.wait()
+        except TimeoutError:
+            self._has_news.clear()
+
+
+def engine_thread_of(time: VirtualTime) -> partial[VirtualEngineThread]:
+    """Takes the arguments of `EngineThread`."""
+    return partial(VirtualEngineThread, time)

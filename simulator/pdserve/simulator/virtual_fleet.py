@@ -1,0 +1,115 @@
+"""`running_fleet`: a router and its workers, the product's own, in one event loop of virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pdserve.common.errors import ConfigError, InternalError
+from pdserve.common.net.rpc import transported_by
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.decode.decode_servicer import decode_calls
+from pdserve.engine.client.inproc_client import InprocClient
+from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_outline
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.prefill.prefill_servicer import prefill_calls
+from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import Preparation
+from pdserve.router.service import running_inference
+from pdserve.simulator.memory_rpc import LATENCY_S, MemoryRpc
+from pdserve.simulator.step_times import StepTimes
+from pdserve.simulator.virtual_engine import VirtualEngine, engine_thread_of
+from pdserve.simulator.virtual_time import VirtualTime
+from pdserve.simulator.virtual_transfer import Link, VirtualConnector, VirtualPool
+from pdserve.text.tokenization.tokenizer import Tokenizer
+from pdserve.worker.transfers.worker_transfers import TransferMemory, WorkerTransfers
+from pdserve.worker.worker import Worker
+
+CALLS = {WorkerRole.PREFILL: prefill_calls, WorkerRole.DECODE: decode_calls}
+MEET_S = 60.0
+"""Virtual seconds for the router to meet all workers."""
+_ONE_ROLE = ConfigError("workers of a simulation are started for one role")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """Equal workers of one role."""
+
+    settings: WorkerSettings
+    """Their section is their role."""
+    count: int
+    times: StepTimes
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """A fleet."""
+
+    folder: Path
+    """The model's: a config.json and a tokenizer; no weights are read."""
+    router: RouterSettings
+    workers: Sequence[WorkerPlan]
+    latency_s: float = LATENCY_S
+    """Seconds of a message from one service to another."""
+
+
+@contextlib.asynccontextmanager
+async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inference]:
+    """Start the workers, then the router; all have met when this yields. Raises: ConfigError, UnsupportedModel."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(transported_by(MemoryRpc(plan.latency_s)))
+        addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for each in plan.workers:
+            outline = load_outline(plan.folder, each.settings)
+            for _ in range(each.count):
+                worker = _worker(each, outline, time)
+                stack.push_async_callback(worker.stop)
+                await worker.start()
+                addresses[each.settings.section].append(worker.identity.address)
+        settings = msgspec.structs.replace(plan.router, **{role: tuple(of_role) for role, of_role in addresses.items()})
+        model_len = outline.max_model_len
+        preparation = Preparation(Tokenizer.from_folder(plan.folder), DEVELOPMENT_KEY, model_len)
+        stack.callback(preparation.close)
+        bodies = ClientBodies(settings, model_len)
+        stack.callback(bodies.close)
+        inference = await stack.enter_async_context(
+            running_inference(settings, (plan.folder.name,), preparation, bodies, DEVELOPMENT_KEY)
+        )
+        stack.push_async_callback(inference.telemetry.close)
+        fleet = inference.fleet
+
+        def have_met() -> bool | None:
+            return all(len(fleet.workers(role)) == len(addresses[role.value]) for role in WorkerRole) or None
+
+        if await fleet.wait_for_worker(have_met, MEET_S) is None:
+            raise InternalError(f"the router has not met all workers within {MEET_S:g} s")
+        yield inference
+
+
+def _worker(plan: WorkerPlan, outline: LoadedModel, time: VirtualTime) -> Worker:
+    settings = plan.settings
+    connectors = [ConnectorSet([VirtualConnector("tcp", plan.link)]) for _ in outline.layout.shapes]
+    pools = [
+        VirtualPool(shape.block_bytes, count)
+        for shape, count in zip(outline.layout.shapes, outline.kv_cache_config.num_blocks, strict=True)
+    ]
+    for each, pool in zip(connectors, pools, strict=True):
+        each.serve(pool)
+    connectors[0].join({(0, shape): other for shape, other in enumerate(connectors[1:], 1)}, ("tcp",))
+    transfers = WorkerTransfers(settings, TransferMemory(outline.layout, connectors[0], pools), DEVELOPMENT_KEY)
+    source = VirtualEngine(outline, settings, DEVELOPMENT_KEY, time, plan.times, transfers)
+    engine = InprocClient(
+        source, in_event_loop(asyncio.get_running_loop()), transfers, lambda _: ENGINE_FAILED, engine_thread_of(time)
+    )
+    return Worker(settings, WorkerRole(settings.section), engine, DEVELOPMENT_KEY, CALLS, other=_ONE_ROLE)
