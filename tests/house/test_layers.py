@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "v1": "proto", "common": "common", "text": "text", "kernels": "kernels", "models": "models", "engine": "engine",
     "kv_transfer": "kv_transfer", "worker": "worker", "prefill": "prefill_service", "decode": "decode_service",
-    "router": "router", "llm": "llm", "cli": "cli",
+    "router": "router", "llm": "llm", "simulator": "simulator", "cli": "cli",
 }  # fmt: skip
 WORKER = {"worker", "engine", "kv_transfer", "common", "v1"}
 MAY_IMPORT = {
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "decode": WORKER,
     "router": {"text", "common", "v1"},
     "llm": {"engine", "text", "common"},
+    "simulator": WORKER | {"prefill", "decode", "router", "text"},
     "cli": set(FOLDERS),
 }
 FLOORS = {

@@ -168,12 +168,10 @@ class VirtualEngineThread(EngineThread):
 
     async def _run_turns(self) -> None:
         while True:
-            num_commands = self._run_commands(None)
-            if num_commands is None:
-                return
             self._has_news.clear()
             with self._time.apart() as spent:
-                goes_on = self._turn(num_commands)
+                num_commands = self._run_commands(None)
+                goes_on = num_commands is not None and self._turn(num_commands)
             if not goes_on:
                 return
             if spent():

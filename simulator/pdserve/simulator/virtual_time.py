@@ -35,6 +35,7 @@ class VirtualTime:
     def __init__(self) -> None:
         self._now_s = 0.0
         self._apart_s = 0.0
+        self._is_apart = False
 
     @property
     def now_s(self) -> float:
@@ -58,18 +59,21 @@ class VirtualTime:
         self._now_s += seconds
 
     def spend(self, seconds: float) -> None:
-        """Let time pass for the code within `apart`."""
+        """Let time pass for the code within `apart`. Raises: RuntimeError outside."""
+        if not self._is_apart:
+            raise RuntimeError("time is spent within `apart`")
         self._apart_s += max(0.0, seconds)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Callable[[], float]]:
         """Yields a function that returns the seconds spent in the block."""
-        before, self._apart_s = self._apart_s, 0.0
-        spent = 0.0
+        if self._is_apart:
+            raise RuntimeError("`apart` is not nested")
+        self._is_apart, spent = True, 0.0
         try:
             yield lambda: spent or self._apart_s
         finally:
-            spent, self._apart_s = self._apart_s, before
+            spent, self._apart_s, self._is_apart = self._apart_s, 0.0, False
 
 
 class _Timer(asyncio.TimerHandle):
