@@ -166,7 +166,12 @@ async def hurt(
         known, salt, asked, pausing = await _ask_until_paused(matrix, client, phase, f"{phase}-{role}-{way}")
         new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
         held = next(decision for decision in new if decision[pausing.role] == pausing.name)
-        victim = cluster.services[other_decode(pausing.name) if role == OTHER else held[role]]
+        if role == OTHER:
+            name = other_decode(pausing.name)
+        else:
+            # a sequence that has moved is placed without prefill: the prefill worker of another one is hurt
+            name = held[role] or next(decision[role] for decision in new if decision[role])
+        victim = cluster.services[name]
         since = time.monotonic()
         target = engine_process_of(victim) if only_engine else victim.process.pid
         if way == RANK:
