@@ -50,7 +50,7 @@ async def server(*parts: bytes, status: str = "200 OK") -> AsyncIterator[tuple[s
 async def chunks_of(url: str, *, chat: bool = False, prompt: Prompt | None = None) -> list[Chunk]:
     endpoint = OpenAIEndpoint(url, "demo", chat=chat, api_key="secret", extra_body={"temperature": 0}, tls=None)
     try:
-        return [chunk async for chunk in endpoint.stream(prompt or Prompt([1, 2], []), 5)]
+        return [chunk async for chunk in endpoint.stream(prompt or Prompt("a", [1, 2], []), 5)]
     finally:
         await endpoint.close()
 
@@ -67,7 +67,7 @@ async def test_chunks_split_anywhere_are_read_whole() -> None:
 async def test_a_request_has_the_fields_of_its_api() -> None:
     async with server(DONE) as (url, requests):
         await chunks_of(url)
-        await chunks_of(url, chat=True, prompt=Prompt(None, ["hi", "ho", "again"]))
+        await chunks_of(url, chat=True, prompt=Prompt("a", None, ["hi", "ho", "again"]))
     assert b'"prompt":[1,2]' in requests[0]
     assert b'"max_tokens":5' in requests[0]
     assert b"Bearer secret" in requests[0]
