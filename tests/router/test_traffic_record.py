@@ -149,18 +149,25 @@ async def test_an_embedding_is_a_prompt_without_output(cluster: Cluster, tmp_pat
 # ---- numbers
 
 
-def test_numbers_are_consecutive_and_bounded_and_beginnings_stay_longest() -> None:
-    numbers = Numbers(4)
+def test_numbers_are_consecutive_and_those_used_last_are_known() -> None:
+    numbers = Numbers(8)
     assert numbers.of(["a", "b", "c"]) == [0, 1, 2]
     assert numbers.of(["a", "b", "d"]) == [0, 1, 3]
     assert numbers.draw() == 4
-    assert numbers.of(["e"]) == [5], "c, used longest ago, is forgotten"
-    assert len(numbers) == 4
-    assert numbers.of(["a", "b", "d"]) == [0, 1, 3]
-    assert numbers.of(["f", "g"]) == [6, 7]
-    assert numbers.of(["a", "b", "d"]) == [0, 1, 8], "of a prefix the end is forgotten first"
-    assert numbers.of(list(range(100))) == list(range(9, 109))
-    assert len(numbers) == 4
+    assert numbers.of(["a", "b", "e"]) == [0, 1, 5]
+    # of five keys those used within the last four are known
+    assert numbers.of(["a", "b", "f"]) == [0, 1, 6]
+    assert numbers.of(["a", "g", "h", "i"]) == [0, 7, 8, 9]
+    assert numbers.of(["a", "b", "f"]) == [0, 1, 6]
+    assert numbers.of(["c"]) == [10], "c was used longest ago, and is forgotten"
+
+
+def test_numbers_take_bounded_memory() -> None:
+    numbers = Numbers(1000)
+    for first in range(0, 100_000, 50):
+        assert numbers.of(range(first, first + 50)) == list(range(first, first + 50))
+        assert len(numbers) <= 1000 + 50
+        assert numbers.of(range(max(0, first - 400), first)) == list(range(max(0, first - 400), first))
 
 
 # ---- files

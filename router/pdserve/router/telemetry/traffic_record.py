@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from pdserve.common.timeline import now_unix_ns
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 
 MAX_NUMBERED_BLOCKS = 1 << 19
-"""Blocks of prompts that have a number; the one that was used longest ago loses it first, and gets another one when it returns."""
+"""Blocks of prompts that have a number, at most; half as many, those that were used last, always have it."""
 MAX_NUMBERED_TENANTS = 1 << 14
 MAX_WAITING_LINES = 1 << 14
 MAX_WAITING_BYTES = 32 << 20
@@ -59,32 +58,38 @@ class _Entry(msgspec.Struct):
 
 
 class Numbers:
-    """Consecutive numbers for the keys of a set, from 0 on. When there are too many, the key used longest ago is forgotten."""
+    """Consecutive numbers for keys, from 0 on; a key that is forgotten gets another number when it returns.
+
+    The last half of `max_keys` keys to be used are always known. The keys of one call are forgotten together, unless some of them are
+    used again: those of a prefix that several prompts have remain.
+    """
 
     def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._numbers: OrderedDict[int | str, int] = OrderedDict()
+        self._max_recent = max(1, max_keys // 2)
+        self._recent: dict[int | str, int] = {}
+        self._older: dict[int | str, int] = {}
+        """Keys that were used before the recent ones; some are recent, too."""
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        """Keys that take memory."""
+        return len(self._recent) + len(self._older)
 
     def draw(self) -> int:
         """A number that no key has."""
         self._next += 1
         return self._next - 1
 
-    def of(self, keys: Sequence[int | str]) -> list[int]:
-        """The numbers of these, of which the last ones are forgotten first: without its beginning a prefix is of no use."""
-        known, found = self._numbers, list[int]()
+    def of(self, keys: Iterable[int | str]) -> list[int]:
+        """Their numbers, in their order."""
+        recent, found = self._recent, list[int]()
         for key in keys:
-            if (number := known.get(key)) is None:
-                known[key] = number = self.draw()
+            if (number := recent.get(key)) is None:
+                number = self._older.get(key)
+                recent[key] = number = self.draw() if number is None else number
             found.append(number)
-        for key in reversed(keys):
-            known.move_to_end(key)
-        while len(known) > self._max_keys:
-            known.popitem(last=False)
+        if len(recent) > self._max_recent:
+            self._recent, self._older = {}, recent
         return found
 
 
