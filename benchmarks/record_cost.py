@@ -1,4 +1,4 @@
-"""Cost of recording traffic (`record`): CPU time per prompt in the event loop and in the writer's thread, and memory of the numbers.
+"""Cost of recording traffic (`record`): CPU time per prompt in the event loop and in the writer's thread, and memory.
 
 Prompts end as they do in a router, in this process; the file is in the temporary folder. Half of the blocks of each prompt were in
 the one before. A turn of the router's event loop does no more for a record than keep the hashes and queue the line.

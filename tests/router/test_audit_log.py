@@ -151,6 +151,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(audit_log, "MAX_WAITING_LINES", 10)
     audit = AuditLog(str(tmp_path / "audit.jsonl"), "m")
     release: queue.Queue[None] = queue.Queue()
+    assert audit._writer is not None
     monkeypatch.setattr(audit._writer._sink, "write", lambda line: release.get())
     with caplog.at_level(logging.WARNING):
         for number in range(100):

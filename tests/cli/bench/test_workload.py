@@ -40,14 +40,15 @@ def test_without_a_range_lengths_are_exact_and_a_seed_repeats_them() -> None:
     assert sessions_of(ranged, seed=5) == sessions_of(ranged, seed=5)
     assert sessions_of(ranged, seed=5) != sessions_of(ranged, seed=6)
     [session] = sessions_of(shape, num=1)
-    prompts = [TraceTexts(seed, draw_tokens).of(session).prompt(*session.requests) for seed in (5, 5, 6)]
+    [request] = session.requests
+    prompts = [TraceTexts(seed, draw_tokens).of(session).prompt(request) for seed in (5, 5, 6)]
     assert prompts[0] == prompts[1] != prompts[2]
 
 
 def test_prefixes_are_shared_and_as_many_as_asked() -> None:
     sessions = sessions_of(Shape(input_tokens=5, output_tokens=1, prefix_tokens=64, num_prefixes=3))
     texts = TraceTexts(1, draw_tokens)
-    prompts = [texts.of(session).prompt(*session.requests) for session in sessions]
+    prompts = [texts.of(session).prompt(request) for session in sessions for request in session.requests]
     assert len({tuple(prompt[:64]) for prompt in prompts}) == 3
     assert len({tuple(prompt[64:]) for prompt in prompts}) == 200
     assert {len(prompt) for prompt in prompts} == {69}

@@ -60,8 +60,8 @@ class _Entry(msgspec.Struct):
 class Numbers:
     """Consecutive numbers for keys, from 0 on; a key that is forgotten gets another number when it returns.
 
-    The last half of `max_keys` keys to be used are always known. The keys of one call are forgotten together, unless some of them are
-    used again: those of a prefix that several prompts have remain.
+    Of `max_keys`, the half that was used last is always known. The keys of one call are forgotten together, but for those that are
+    used again: a prefix that several prompts have remains.
     """
 
     def __init__(self, max_keys: int) -> None:

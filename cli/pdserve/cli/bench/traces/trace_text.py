@@ -40,29 +40,36 @@ class TraceText:
         self._draw_tokens = draw_tokens
         self._seen: set[int] = set()
         """Hash ids of the blocks whose tokens a prompt has had: they stay what they are."""
+        self._planned_blocks: set[int] = set()
+        self._planned_ends: dict[str, int] = {}
         self._blocks: dict[int, array[int]] = {}
         self._ends: dict[str, array[int]] = {}
         """Name of a request -> tokens after its blocks and after what was said, drawn before the run."""
 
-    def prepare(self, request: TraceRequest, last: TraceRequest | None) -> int:
-        """Draw what the request's prompt needs, so that no time is spent on it during the run. Returns the tokens drawn now.
+    def plan(self, request: TraceRequest, last: TraceRequest | None) -> int:
+        """Have `draw_planned` draw what the request's prompt needs. Returns the number of tokens.
 
         last: the request before it in its session.
         """
-        num_drawn = num_known = 0
+        num_planned = num_known = 0
         for hash_id in request.hash_ids:
             if num_known >= request.input_tokens:
                 break
-            if hash_id not in self._blocks:
-                self._blocks[hash_id] = array("I", self._drawn(hash_id))
-                num_drawn += self._block_tokens
+            if hash_id not in self._planned_blocks:
+                self._planned_blocks.add(hash_id)
+                num_planned += self._block_tokens
             num_known += self._block_tokens
         if last is not None and continues(request, last):
             num_known = max(num_known, last.input_tokens + last.output_tokens)
         if (num_end := request.input_tokens - num_known) > 0:
-            self._ends[request.name] = array("I", self._end(request, num_end))
-            num_drawn += num_end
-        return num_drawn
+            self._planned_ends[request.name] = num_end
+            num_planned += num_end
+        return num_planned
+
+    def draw_planned(self) -> None:
+        """Draw what was planned, so that no time is spent on it during the run."""
+        self._blocks = {hash_id: array("I", self._drawn(hash_id)) for hash_id in self._planned_blocks}
+        self._ends = {name: array("I", self._end(name, num)) for name, num in self._planned_ends.items()}
 
     def prompt(self, request: TraceRequest, before: Said | None = None) -> list[int]:
         """Token ids of a request's prompt. before: what was said in its session; None for its first request."""
@@ -83,14 +90,14 @@ class TraceText:
         num_end = request.input_tokens - len(tokens)
         end: Sequence[int] = self._ends.pop(request.name, ())
         if len(end) < num_end:
-            end = self._end(request, num_end)
+            end = self._end(request.name, num_end)
         return tokens + list(end[:num_end])
 
     def _drawn(self, hash_id: int) -> list[int]:
         return self._draw_tokens(random.Random(f"{self._seed} block {hash_id}"), self._block_tokens)
 
-    def _end(self, request: TraceRequest, num: int) -> list[int]:
-        return self._draw_tokens(random.Random(f"{self._seed} end {request.name}"), num)
+    def _end(self, name: str, num: int) -> list[int]:
+        return self._draw_tokens(random.Random(f"{self._seed} end {name}"), num)
 
 
 class TraceTexts:
@@ -110,25 +117,27 @@ class TraceTexts:
 
     def prepare(self, sessions: Iterable[TraceSession]) -> None:
         """Draw what the prompts of the sessions need. Raises: ConfigError for more than `MAX_DRAWN_TOKENS`."""
-        num_drawn = 0
+        num_planned = 0
 
-        def prepare(session: TraceSession) -> None:
-            nonlocal num_drawn
+        def plan(session: TraceSession) -> None:
+            nonlocal num_planned
             text, last = self.of(session), None
             for step in session.steps:
                 if isinstance(step, TraceSession):
-                    prepare(step)
+                    plan(step)
                     continue
-                num_drawn += text.prepare(step, last)
+                num_planned += text.plan(step, last)
                 last = step
-                if num_drawn > MAX_DRAWN_TOKENS:
+                if num_planned > MAX_DRAWN_TOKENS:
                     raise ConfigError(
                         f"the prompts have more than {MAX_DRAWN_TOKENS} tokens together, which are drawn before the run: --num "
                         "takes fewer of them, and of a trace --trace-scale shorter ones"
                     )
 
         for session in sessions:
-            prepare(session)
+            plan(session)
+        for text in self._texts.values():
+            text.draw_planned()
 
 
 def continues(request: TraceRequest, last: TraceRequest) -> bool:
