@@ -272,7 +272,10 @@ def test_a_folder_has_sessions_of_weka(tmp_path: Path) -> None:
     for name in ("x", "y"):
         jsonl(tmp_path / f"{name}.json", WEKA | {"id": name})
     assert [session.name for session in read_trace(tmp_path, EVERYTHING)] == ["x", "y"]
-    assert [session.name for session in read_trace(tmp_path, 1)] == ["x"]
+    write(tmp_path / "z.json", "never read")
+    assert [session.name for session in read_trace(tmp_path, 2)] == ["x", "y"]
+    with pytest.raises(ConfigError, match=r"z\.json: JSON is malformed"):
+        read_trace(tmp_path, 3)
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="a folder without files"):
         read_trace(tmp_path / "none", 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,12 +19,11 @@ from pdserve.common.errors import ConfigError
 
 TraceFormat = Literal["mooncake", "azure", "weka", "servegen"]
 _LOOKED_AT_BYTES = 4096
-_READERS: Mapping[TraceFormat, Callable[[Path], Iterator[TraceSession]]] = {
+_IN_ANY_ORDER: Mapping[TraceFormat, Callable[[Path], Iterator[TraceSession]]] = {
     "mooncake": read_mooncake,
     "azure": read_azure,
-    "weka": lambda path: (read_weka(file) for file in _weka_files(path)),
 }
-"""Readers of what was recorded; ServeGen's clients are drawn."""
+"""Readers of files whose lines may be in any order."""
 
 
 def read_trace(path: Path, num: int, *, trace_format: TraceFormat | None = None, seed: int = 0) -> list[TraceSession]:
@@ -34,12 +33,12 @@ def read_trace(path: Path, num: int, *, trace_format: TraceFormat | None = None,
     what is drawn. Raises: ConfigError naming the file, its line, the field and its value.
     """
     trace_format = trace_format or format_of(path)
-    if trace_format == "servegen":
-        # its sessions come by their start, and there may be millions
-        found: Iterable[TraceSession] = islice(read_servegen(path, seed), num)
+    if (reader := _IN_ANY_ORDER.get(trace_format)) is not None:
+        sessions = heapq.nsmallest(num, reader(path), key=lambda session: session.start_s)
     else:
-        found = _READERS[trace_format](path)
-    sessions = heapq.nsmallest(num, (each for each in found if each.steps), key=lambda session: session.start_s)
+        # these come by their start, and there may be far more than are asked for
+        found = read_servegen(path, seed) if trace_format == "servegen" else map(read_weka, _weka_files(path))
+        sessions = [*islice((session for session in found if session.steps), num)]
     first_s = sessions[0].start_s if sessions else 0.0
     return [replace(session, start_s=session.start_s - first_s) for session in sessions]
 
