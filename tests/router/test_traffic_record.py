@@ -147,6 +147,28 @@ async def test_an_embedding_is_a_prompt_without_output(cluster: Cluster, tmp_pat
     assert set(first["hash_ids"][:3]) == set(second["hash_ids"][:3])
 
 
+async def test_requests_are_served_while_the_disk_is_full(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record"
+    await cluster.start(record=str(path))
+    await cluster.text()
+    await lines(path, 1)
+
+    def write(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("pdserve.common.telemetry.line_writer.os.write", write)
+        assert len({await cluster.text() for _ in range(20)}) == 1
+        async with asyncio.timeout(HANG_S):
+            while 'record_lines_total{outcome="dropped"} 20.0' not in (await cluster.http.get("/metrics")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await cluster.text()
+    told = await lines(path, 2)
+    assert told[0]["hash_ids"] != told[1]["hash_ids"], "of the prompt's block, which is not full"
+
+
 # ---- numbers
 
 
