@@ -96,6 +96,9 @@ async def test_a_role_alone_is_no_output_and_reasoning_is() -> None:
         ([b'data: {"choices":[{"text":"a"}]}\n\n'], "200 OK", "stream ended early"),
         ([b'data: {"error":{"message":"lost"}}\n\n', DONE], "200 OK", "error in the stream"),
         ([b"data: {broken\n\n", DONE], "200 OK", "unreadable event"),
+        ([b'data: {"choices":[{"text":"\xff"}]}\n\n', DONE], "200 OK", "unreadable event"),
+        ([b'data: {"choices":[{"text":"a","token_ids":[-1]}]}\n\n', DONE], "200 OK", "unreadable event"),
+        ([b'data: {"choices":[{"text":"a","token_ids":[4294967296]}]}\n\n', DONE], "200 OK", "unreadable event"),
     ],
 )
 async def test_failures_have_kinds(parts: list[bytes], status: str, kind: str) -> None:

@@ -120,6 +120,18 @@ async def test_a_turn_continues_what_was_said_as_token_ids_where_they_are_known(
     ]  # fmt: skip
 
 
+async def test_a_server_that_counts_wrong_costs_the_tokens_of_its_answer_only() -> None:
+    class Liar(Echo):
+        async def stream(self, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
+            async for chunk in super().stream(prompt, output_tokens):
+                yield chunk if chunk.output_tokens is None else Chunk(output_tokens=1 << 50)
+
+    endpoint = Liar(has_ids=True)
+    await run_of(endpoint).run([CONVERSATION], LoadPlan(concurrency=1))
+    assert [prompt.token_ids for prompt in endpoint.prompts] == [[1], None, [1, 2], None]
+    assert endpoint.prompts[1].texts == ["<1>", "aa", "<1><2>"]
+
+
 async def test_requests_wait_for_their_think_time_and_for_sub_agents_but_not_for_those_in_the_background() -> None:
     def agent(name: str, start_s: float, *, is_background: bool = False) -> TraceSession:
         return TraceSession(name, "", 0, (asked(name, 1, 1),), start_s, is_background)

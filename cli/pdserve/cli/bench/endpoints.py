@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.net.rpc import MAX_STREAMS_PER_CONNECTION
+from pdserve.common.request.generation_request import TokenId
 from pdserve.common.security.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -75,7 +76,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[TokenId, ...] | None = None
 
 
 class _PromptTokensDetails(msgspec.Struct):

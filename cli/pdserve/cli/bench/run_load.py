@@ -192,7 +192,7 @@ class LoadRun:
         if self._as_text or not has_ids:
             texts = [*(last.prompt.texts or [self._decode(last.token_ids)]), "".join(answer.texts)]
         # other tokens keep the place of an answer that is known only as a text
-        answered = answer.token_ids if knows_answer else last.token_ids[-1:] * num_tokens
+        answered = answer.token_ids if knows_answer else last.token_ids[-1:] * last.request.output_tokens
         return _Spoken(Said(last.request, [*last.token_ids, *answered]), texts, has_ids)
 
     async def _ask(self, prompt: Prompt, request: TraceRequest, due_s: float | None) -> _Answer | None:
