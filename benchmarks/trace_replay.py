@@ -26,23 +26,25 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import httpx
 from cluster_of_processes import free_port, serving
-from completions import Completion, completion_body, stream_completion
+from completions import completion_body, stream_completion
 from conditions import conditions
 from infinite_cache import InfiniteCache
 from metric_values import metrics
-from weka_trace import read_weka
 
-from pdserve.cli.bench.traces.mooncake import read_mooncake
+from pdserve.cli.bench.endpoints import Chunk, Endpoint, OpenAIEndpoint, Prompt
+from pdserve.cli.bench.run_load import LoadPlan, LoadRun
+from pdserve.cli.bench.traces.read_trace import read_trace
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
-from pdserve.cli.bench.traces.trace_text import Said, TraceText
+from pdserve.cli.bench.traces.trace_text import TraceTexts
 from pdserve.models.model_folder import model_folder
 
 WORKERS = 4
@@ -50,6 +52,7 @@ TOGETHER = "together"
 WARM_UP_TOKENS = (600, 20)
 """Of a prompt and of an answer."""
 WARM_UP_REQUESTS = 6
+TIMEOUT_S = 600.0
 
 
 @dataclass(slots=True)
@@ -88,77 +91,60 @@ class Replayed:
         return self.computed / self.necessary - 1
 
 
-class Replay:
-    """Sends sessions to one cluster."""
+class Counted:
+    """An end point that counts what was necessary for each prompt, and what its server computed."""
 
-    def __init__(self, http: httpx.AsyncClient, url: str, vocabulary: int, seed: str, speed: float, max_think_s: float):
-        self._http = http
-        self._url = f"{url}/v1/completions"
-        self._vocabulary = vocabulary
-        self._seed = seed
-        self._speed = speed
-        self._max_think_s = max_think_s
-        self._texts: dict[str, TraceText] = {}
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._sent_cache, self._computed_cache = InfiniteCache(), InfiniteCache()
         self.result = Replayed("")
 
-    async def run(self, sessions: Sequence[TraceSession]) -> None:
-        started = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for session in sessions:
-                await asyncio.sleep(max(0.0, session.start_s / self._speed - (time.perf_counter() - started)))
-                group.create_task(self._play(session))
-        self.result.duration_s = time.perf_counter() - started
-
-    async def _play(self, session: TraceSession) -> None:
-        """Send the requests of a session, each after what precedes it."""
-        text = self._texts.setdefault(
-            session.scope, TraceText(f"{self._seed} {session.scope}", session.block_tokens, self._draw)
-        )
-        before: Said | None = None
-        async with asyncio.TaskGroup() as background:
-            agents: list[asyncio.Task[None]] = []
-            for step in session.steps:
-                if isinstance(step, TraceSession):
-                    agent = background.create_task(self._play_agent(step))
-                    agents += [] if step.is_background else [agent]
-                    continue
-                await asyncio.gather(*agents)
-                agents.clear()
-                await asyncio.sleep(min(step.think_s, self._max_think_s) / self._speed)
-                prompt = text.prompt(step, before)
-                answer = await self._ask(step, prompt)
-                before = Said(step, [*prompt, *answer.token_ids])
-
-    async def _play_agent(self, session: TraceSession) -> None:
-        await asyncio.sleep(min(session.start_s, self._max_think_s) / self._speed)
-        await self._play(session)
-
-    async def _ask(self, request: TraceRequest, prompt: list[int]) -> Completion:
+    async def stream(self, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
+        token_ids = prompt.token_ids
+        if token_ids is None:
+            raise RuntimeError(f"{prompt.name} has a prompt that is a text")
         sent = Sent(
-            request.name, len(prompt), request.output_tokens,
-            len(prompt) - self._sent_cache.num_cached(prompt), len(prompt) - self._computed_cache.num_cached(prompt),
+            prompt.name, len(token_ids), output_tokens,
+            len(token_ids) - self._sent_cache.num_cached(token_ids),
+            len(token_ids) - self._computed_cache.num_cached(token_ids),
         )  # fmt: skip
-        self._sent_cache.add(prompt)
+        self._sent_cache.add(token_ids)
         self.result.sent.append(sent)
-
-        def first(completion: Completion) -> None:
-            if len(completion.message_s) == 1:
-                self._computed_cache.add(prompt)
-
-        body = completion_body(prompt, request.output_tokens)
-        answer = await stream_completion(self._http, self._url, body, first)
-        if len(answer.token_ids) != request.output_tokens:
-            raise RuntimeError(f"{request.name} has {len(answer.token_ids)} tokens of {request.output_tokens}")
+        answer: list[int] = []
+        sent_s, chunk_s = time.perf_counter(), list[float]()
+        async for chunk in self._endpoint.stream(prompt, output_tokens):
+            if chunk.has_output:
+                if not chunk_s:
+                    self._computed_cache.add(token_ids)
+                chunk_s.append(time.perf_counter())
+                answer += chunk.token_ids
+            if chunk.prompt_tokens is not None:
+                sent.uncached = chunk.prompt_tokens - (chunk.cached_tokens or 0)
+            yield chunk
+        if len(answer) != output_tokens:
+            raise RuntimeError(f"{prompt.name} has {len(answer)} tokens of {output_tokens}")
         for cache in (self._sent_cache, self._computed_cache):
-            cache.add([*prompt, *answer.token_ids[:-1]])
-        sent.uncached = answer.num_prompt_tokens - answer.num_cached_tokens
-        sent.ttft_s, sent.e2e_s = answer.ttft_s, answer.message_s[-1] - answer.sent_s
-        self.result.gaps_s += answer.gaps_s
-        return answer
+            cache.add([*token_ids, *answer[:-1]])
+        sent.ttft_s, sent.e2e_s = chunk_s[0] - sent_s, chunk_s[-1] - sent_s
+        self.result.gaps_s += [after - before for before, after in pairwise(chunk_s)]
 
-    def _draw(self, draw: random.Random, num: int) -> list[int]:
-        return draw.choices(range(10, self._vocabulary), k=num)
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+
+async def replayed(endpoint: Endpoint, sessions: Sequence[TraceSession], vocabulary: int, seed: str) -> Replayed:
+    """Send sessions. Raises: RuntimeError for a request that failed."""
+    texts = TraceTexts(seed, lambda draw, num: draw.choices(range(10, vocabulary), k=num))
+    texts.prepare(sessions)
+    counted = Counted(endpoint)
+    run = LoadRun(counted, texts, str, as_text=False, timeout_s=TIMEOUT_S, on_end=lambda record: None)
+    started = time.perf_counter()
+    await run.run(sessions, LoadPlan(follows_trace=True))
+    counted.result.duration_s = time.perf_counter() - started
+    for record in run.records:
+        if record.error is not None:
+            raise RuntimeError(f"{record.name} failed: {record.error}: {record.error_message}")
+    return counted.result
 
 
 def read_sessions(
@@ -167,7 +153,7 @@ def read_sessions(
     """Sessions of all files by their start. num: requests of each file, at most. max_tokens: of a prompt with its answer."""
     sessions: list[TraceSession] = []
     for file in files:
-        found = [*read_mooncake(file, num)] if file.suffix == ".jsonl" else [read_weka(file)]
+        found = read_trace(file, num or sys.maxsize)
         for number in range(copies):
             name = f"#{number}"
             sessions += [_cut(_renamed(each, name).scaled(scale), num, max_tokens) for each in found]
@@ -228,15 +214,20 @@ async def replay(
 ) -> Replayed:
     """One round of one cluster."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as http:
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as http:
         await _warm_up(http, url, vocabulary)
         await asyncio.sleep(1)
         scheduled, moves = await _counts(http, metrics_port)
-        run = Replay(http, url, vocabulary, seed, options.speed, options.max_think)
-        await run.run(sessions)
+        body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        endpoint = OpenAIEndpoint(
+            url, model_folder(options.model).name, chat=False, api_key=None, extra_body=body, tls=None
+        )
+        try:
+            result = await replayed(endpoint, sessions, vocabulary, seed)
+        finally:
+            await endpoint.close()
         await asyncio.sleep(1)
         scheduled_after, moves_after = await _counts(http, metrics_port)
-    result = run.result
     # the first token of an answer is sampled with the prompt, and its last one is not computed
     result.computed = scheduled_after - scheduled - sum(each.output_tokens - 1 for each in result.sent)
     result.moves = {name: moves_after[name] - moves[name] for name in moves}
@@ -297,6 +288,7 @@ def main() -> None:
     config = json.loads((folder / "config.json").read_text())
     max_tokens = config["max_position_embeddings"]
     sessions = read_sessions(options.files, options.scale, options.num, options.copies, max_tokens)
+    sessions = [session.timed(options.speed, options.max_think) for session in sessions]
     described = conditions() | {
         "model": options.model,
         "traces": " ".join(file.name for file in options.files),

@@ -12,7 +12,9 @@ import httpx
 import pytest
 from completions import completion_body, stream_completion
 from infinite_cache import InfiniteCache
-from trace_replay import Replay, Replayed, Sent, flags_of, read_sessions, summary
+from trace_replay import Replayed, Sent, flags_of, read_sessions, replayed, summary
+
+from pdserve.cli.bench.endpoints import Chunk, Prompt
 
 WEKA = {
     "id": "t",
@@ -125,39 +127,33 @@ class Server:
         self.prompts: list[list[int]] = []
         self.num_open = self.most_open = 0
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        prompt, num_tokens = body["prompt"], body["max_tokens"]
-        cached = max(0, self.cache.num_cached(prompt) - self.forgets)
-        self.cache.add(prompt)
-        self.prompts.append(prompt)
+    async def stream(self, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
+        assert prompt.token_ids is not None
+        token_ids = prompt.token_ids
+        cached = max(0, self.cache.num_cached(token_ids) - self.forgets)
+        self.cache.add(token_ids)
+        self.prompts.append(token_ids)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
-        answer = [5 + len(self.prompts)] * num_tokens
+        answer = [5 + len(self.prompts)] * output_tokens
+        for token in answer:
+            await asyncio.sleep(0)
+            yield Chunk("a", has_output=True, token_ids=(token,))
+        self.num_open -= 1
+        self.cache.add([*token_ids, *answer[:-1]])
+        yield Chunk(prompt_tokens=len(token_ids), output_tokens=output_tokens, cached_tokens=cached)
 
-        async def stream() -> AsyncIterator[bytes]:
-            for token in answer:
-                await asyncio.sleep(0)
-                yield b"data: " + json.dumps({"choices": [{"text": "a", "token_ids": [token]}]}).encode() + b"\n\n"
-            self.num_open -= 1
-            self.cache.add([*prompt, *answer[:-1]])
-            details = {"cached_tokens": cached}
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": num_tokens, "prompt_tokens_details": details}
-            yield events({"choices": [], "usage": usage})
-
-        return httpx.Response(200, content=stream())
+    async def close(self) -> None: ...
 
 
-async def replayed(server: Server, file: Path, copies: int = 2) -> Replayed:
-    async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as http:
-        replay = Replay(http, "http://server", 1000, "seed", 1000.0, 60.0)
-        await replay.run(read_sessions([file], 4, None, copies, 300))
-    return replay.result
+async def sent_to(server: Server, file: Path, copies: int = 2) -> Replayed:
+    sessions = [session.timed(1000.0, 60.0) for session in read_sessions([file], 4, None, copies, 300)]
+    return await replayed(server, sessions, 1000, "seed")
 
 
 async def test_an_infinite_cache_computes_what_is_necessary(tmp_path: Path) -> None:
     server = Server()
-    result = await replayed(server, write(tmp_path, "t.json", json.dumps(WEKA)))
+    result = await sent_to(server, write(tmp_path, "t.json", json.dumps(WEKA)))
     assert len(result.sent) == 8
     assert server.num_open == 0
     assert server.most_open > 1, "sessions run at the same time"
@@ -172,14 +168,14 @@ async def test_an_infinite_cache_computes_what_is_necessary(tmp_path: Path) -> N
 
 async def test_what_is_computed_again_is_seen(tmp_path: Path) -> None:
     server = Server(forgets=16)
-    result = await replayed(server, write(tmp_path, "t.json", json.dumps(WEKA)))
+    result = await sent_to(server, write(tmp_path, "t.json", json.dumps(WEKA)))
     later = [each for each in result.sent if each.name != "t 0"]
     assert [each.uncached - each.necessary for each in later] == [16] * 6
 
 
 async def test_answers_are_in_the_prompts_that_follow(tmp_path: Path) -> None:
     server = Server()
-    await replayed(server, write(tmp_path, "t.json", json.dumps(WEKA)), copies=1)
+    await sent_to(server, write(tmp_path, "t.json", json.dumps(WEKA)), copies=1)
     first, agent, second, third = server.prompts
     assert [len(prompt) for prompt in server.prompts] == [160, 80, 225, 250]
     assert second[:160] == first

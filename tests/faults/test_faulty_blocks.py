@@ -13,7 +13,6 @@ import pytest
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from pdserve.models.kv_cache import pools_of
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.family_checkpoints import make_mixed_model
 from tests.support.models.oracle import Oracle
@@ -33,8 +32,8 @@ class FaultyPools:
 
     def __init__(self, pair: Pair, rate: float) -> None:
         """rate: part of the calls for blocks of a shape that are changed."""
-        pools = pools_of(transfers_of(pair.p)._model.kv_caches)
-        self._shapes = {pool.data_ptr(): shape for shape, pool in enumerate(pools)}
+        pools = transfers_of(pair.p)._pools
+        self._shapes = {pool.address: shape for shape, pool in enumerate(pools)}
         self._random = random.Random(1)
         self._rate = rate
         self.made: Counter[tuple[str, int]] = Counter()

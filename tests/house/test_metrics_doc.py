@@ -19,8 +19,7 @@ from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.kv_transfer.control.transfer_view import TransferLog
 from pdserve.router.telemetry.router_metrics import RouterMetrics
-from pdserve.router.telemetry.router_telemetry import audit_families
-from pdserve.router.tenants.audit_log import AuditLog
+from pdserve.router.telemetry.router_telemetry import line_families
 from pdserve.router.tenants.key_metrics import KeyMetrics
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
@@ -70,7 +69,7 @@ def router_registry() -> CollectorRegistry:
     registry = make_registry(None)
     RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}}, lambda: 0)
     LoopLag(registry)
-    registry.register(Families(lambda: audit_families(AuditLog(None, ""))))
+    registry.register(Families(lambda: line_families({"written": 0}, {"written": 0})))
     registry.register(Families(lambda: tls_families({"services": 0.0})))
     registry.register(redis_collector())
     return registry

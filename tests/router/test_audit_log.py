@@ -15,6 +15,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
+from pdserve.common.telemetry import line_writer
 from pdserve.router.tenants import audit_log
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.client import Client
@@ -150,23 +151,25 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(audit_log, "MAX_WAITING_LINES", 10)
     audit = AuditLog(str(tmp_path / "audit.jsonl"), "m")
     release: queue.Queue[None] = queue.Queue()
-    monkeypatch.setattr(audit._handler, "emit", lambda record: release.get())
-    with caplog.at_level(logging.ERROR):
+    assert audit._writer is not None
+    monkeypatch.setattr(audit._writer._sink, "write", lambda line: release.get())
+    with caplog.at_level(logging.WARNING):
         for number in range(100):
             audit.request(
                 Client(), request_id=f"{number}", operation="", num_prompts=1, num_prompt_tokens=1,
                 num_output_tokens=1, num_cached_tokens=0, outcome="stop", status=200, duration_s=0.1,
             )  # fmt: skip
-    assert 85 <= audit.num_dropped <= 90
+    assert audit.counts == {"written": 0, "dropped": 90}
     assert len(caplog.records) == 1
     # neither does it keep a leaving process
-    monkeypatch.setattr(audit_log, "CLOSE_S", 0.05)
+    monkeypatch.setattr(line_writer, "CLOSE_S", 0.05)
     audit.close()
     assert not audit._writer.has_stopped
     for _ in range(100):
         release.put(None)
     audit.close()
     assert audit._writer.has_stopped
+    assert audit.counts == {"written": 10, "dropped": 90}
 
 
 def test_a_log_that_cannot_be_written_stops_the_start(tmp_path):

@@ -48,10 +48,10 @@ class Servicer:
         return grpc.method_handlers_generic_handler(
             "pdserve.v1.Test",
             {
-                "Double": unary(self.double),  # type: ignore[arg-type]
-                "Refuse": unary(self.refuse),  # type: ignore[arg-type]
-                "Break": unary(self.break_down),  # type: ignore[arg-type]
-                "Echo": grpc.stream_stream_rpc_method_handler(self.echo),  # type: ignore[arg-type]
+                "Double": unary(self.double),
+                "Refuse": unary(self.refuse),
+                "Break": unary(self.break_down),
+                "Echo": grpc.stream_stream_rpc_method_handler(self.echo),
             },
         )
 

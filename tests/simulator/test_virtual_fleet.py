@@ -57,7 +57,9 @@ async def ask(router: Inference, virtual: VirtualTime, prompt: list[int], num_to
         request_id="", prompt_token_ids=[], sampling_params=params, prompt=TokenInput(prompt), field="prompt",
         max_tokens=num_tokens, timeout_s=600.0,
     )  # fmt: skip
-    began, times, token_ids = virtual.now_s, [], []
+    began = virtual.now_s
+    times: list[float] = []
+    token_ids: list[int] = []
     async with router.generation([request], stream=True) as generation:
         while not generation.stream.ended or not times or len(token_ids) < num_tokens:
             await generation.stream.until_ready()

@@ -50,7 +50,7 @@ async def server(*parts: bytes, status: str = "200 OK") -> AsyncIterator[tuple[s
 async def chunks_of(url: str, *, chat: bool = False, prompt: Prompt | None = None) -> list[Chunk]:
     endpoint = OpenAIEndpoint(url, "demo", chat=chat, api_key="secret", extra_body={"temperature": 0}, tls=None)
     try:
-        return [chunk async for chunk in endpoint.stream(prompt or Prompt([1, 2], []), 5)]
+        return [chunk async for chunk in endpoint.stream(prompt or Prompt("a", [1, 2], []), 5)]
     finally:
         await endpoint.close()
 
@@ -67,7 +67,7 @@ async def test_chunks_split_anywhere_are_read_whole() -> None:
 async def test_a_request_has_the_fields_of_its_api() -> None:
     async with server(DONE) as (url, requests):
         await chunks_of(url)
-        await chunks_of(url, chat=True, prompt=Prompt(None, ["hi", "ho", "again"]))
+        await chunks_of(url, chat=True, prompt=Prompt("a", None, ["hi", "ho", "again"]))
     assert b'"prompt":[1,2]' in requests[0]
     assert b'"max_tokens":5' in requests[0]
     assert b"Bearer secret" in requests[0]
@@ -96,6 +96,9 @@ async def test_a_role_alone_is_no_output_and_reasoning_is() -> None:
         ([b'data: {"choices":[{"text":"a"}]}\n\n'], "200 OK", "stream ended early"),
         ([b'data: {"error":{"message":"lost"}}\n\n', DONE], "200 OK", "error in the stream"),
         ([b"data: {broken\n\n", DONE], "200 OK", "unreadable event"),
+        ([b'data: {"choices":[{"text":"\xff"}]}\n\n', DONE], "200 OK", "unreadable event"),
+        ([b'data: {"choices":[{"text":"a","token_ids":[-1]}]}\n\n', DONE], "200 OK", "unreadable event"),
+        ([b'data: {"choices":[{"text":"a","token_ids":[4294967296]}]}\n\n', DONE], "200 OK", "unreadable event"),
     ],
 )
 async def test_failures_have_kinds(parts: list[bytes], status: str, kind: str) -> None:

@@ -30,6 +30,11 @@ NOBODY = "http://127.0.0.1:9"
         (["--trace", "t", "--request-rate", "1"], "--trace and --request-rate are given"),
         (["--trace", "t", "--trace-speed", "0"], "--trace-speed is 0.0, above 0"),
         (["--trace-speed", "2"], "--trace-speed is 2.0, but there is no --trace"),
+        (["--trace-scale", "2"], "--trace-scale is 2, but there is no --trace"),
+        (["--trace-format", "weka"], "--trace-format is weka, but there is no --trace"),
+        (["--max-think", "5"], "--max-think is 5.0, but there is no --trace"),
+        (["--trace", "t", "--trace-scale", "0"], "--trace-scale is 0, at least 1"),
+        (["--trace", "t", "--max-think", "nan"], "--max-think is nan, 0 or more"),
         (["--save-requests"], "--save-requests is given without --json"),
         (
             ["--api", "grpc", "--url", "127.0.0.1:9", "--extra-body", '{"top_k": 1}'],
@@ -54,6 +59,28 @@ def test_a_bad_option_is_refused(options: list[str], cause: str) -> None:
     result = CliRunner().invoke(app, ["bench", *url, *options])
     assert isinstance(result.exception, ConfigError), result.output
     assert cause in result.exception.message
+
+
+GRPC = ["bench", "--api", "grpc", "--url", "127.0.0.1:9"]
+
+
+def test_a_scale_that_does_not_divide_the_blocks_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "record"
+    trace.write_text('{"timestamp": 0, "input_length": 20, "output_length": 1, "hash_ids": [0, 1], "block_size": 16}\n')
+    result = CliRunner().invoke(app, [*GRPC, "--trace", str(trace), "--trace-scale", "3"])
+    assert isinstance(result.exception, ConfigError)
+    expected = (
+        "--trace-scale is 3: session line 1: blocks of 16 tokens cannot be divided by 3, a divisor of 16 is needed"
+    )
+    assert result.exception.message == expected
+
+
+def test_a_trace_that_needs_too_many_tokens_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    trace = tmp_path / "huge"
+    trace.write_text('{"timestamp": 0, "input_length": 16000000, "output_length": 1}\n' * 9)
+    result = CliRunner().invoke(app, [*GRPC, "--trace", str(trace)])
+    assert isinstance(result.exception, ConfigError), result.output
+    assert "the prompts have more than 134217728 tokens together" in result.exception.message
 
 
 def test_failures_are_shown_and_are_the_status(tmp_path: Path) -> None:

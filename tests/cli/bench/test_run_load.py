@@ -13,31 +13,34 @@ from pdserve.cli.bench.endpoints import Chunk, Prompt, RequestFailed
 from pdserve.cli.bench.report import as_html, as_json, latency_row, plots, total_rows
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
-from pdserve.cli.bench.workload import BenchSession, Turn
+from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
+from pdserve.cli.bench.traces.trace_text import TraceTexts
 from pdserve.common.errors import ConfigError
 
 
 class Echo:
     """Answers each prompt with `a` per token; prompt 13 fails, and prompt 14 never ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_ids: bool = False) -> None:
+        """has_ids: token 97 per `a` is given, too."""
+        self.has_ids = has_ids
         self.prompts: list[Prompt] = []
         self.at_once = self.most_at_once = 0
         self.is_stuck = asyncio.Event()
 
     async def stream(self, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
-        self.prompts.append(Prompt(prompt.token_ids, list(prompt.texts)))
+        self.prompts.append(prompt)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             yield Chunk()
             for _ in range(output_tokens):
                 await asyncio.sleep(0)
-                yield Chunk("a", has_output=True)
-            if prompt.token_ids == [14]:
+                yield Chunk("a", has_output=True, token_ids=(97,) if self.has_ids else ())
+            if prompt.name == "14":
                 self.is_stuck.set()
                 await asyncio.Event().wait()
-            if prompt.token_ids == [13]:
+            if prompt.name == "13":
                 raise RequestFailed("HTTP 429", "slow down")
             yield Chunk(prompt_tokens=3, output_tokens=output_tokens, cached_tokens=1)
         finally:
@@ -51,11 +54,16 @@ def decode(token_ids: list[int]) -> str:
 
 
 def run_of(endpoint: Echo, *, as_text: bool = False, timeout_s: float = 60.0) -> LoadRun:
-    return LoadRun(endpoint, decode, as_text=as_text, timeout_s=timeout_s, on_end=lambda record: None)
+    texts = TraceTexts(0, lambda draw, num: list(range(1, num + 1)))
+    return LoadRun(endpoint, texts, decode, as_text=as_text, timeout_s=timeout_s, on_end=lambda record: None)
 
 
-def single(token_id: int, output_tokens: int = 3) -> BenchSession:
-    return BenchSession([Turn([token_id], output_tokens)])
+def asked(name: str, input_tokens: int, output_tokens: int, think_s: float = 0.0) -> TraceRequest:
+    return TraceRequest(name, input_tokens, output_tokens, think_s=think_s)
+
+
+def single(number: int, output_tokens: int = 3, start_s: float = 0.0) -> TraceSession:
+    return TraceSession(f"{number}", "", 0, (asked(f"{number}", 1, output_tokens),), start_s)
 
 
 async def test_a_closed_loop_keeps_as_many_open_as_asked() -> None:
@@ -64,7 +72,8 @@ async def test_a_closed_loop_keeps_as_many_open_as_asked() -> None:
     await run.run([single(100 + i) for i in range(20)], LoadPlan(concurrency=4))
     assert endpoint.most_at_once == 4
     assert len(run.records) == 20
-    assert [prompt.token_ids for prompt in endpoint.prompts] == [[100 + i] for i in range(20)]
+    assert [prompt.name for prompt in endpoint.prompts] == [f"{100 + i}" for i in range(20)]
+    assert all(prompt == Prompt(prompt.name, [1], []) for prompt in endpoint.prompts)
     assert all(len(record.chunk_s) == 3 and record.output_tokens == 3 for record in run.records)
 
 
@@ -82,17 +91,62 @@ async def test_a_poisson_process_sends_whatever_is_still_open() -> None:
 async def test_a_trace_is_sent_at_its_own_times() -> None:
     endpoint = Echo()
     run = run_of(endpoint)
-    sessions = [BenchSession([Turn([i], 1)], arrival_s=i * 0.02) for i in range(4)]
-    await run.run(sessions, LoadPlan())
+    await run.run([single(i, 1, start_s=i * 0.02) for i in range(4)], LoadPlan(follows_trace=True))
     assert [record.scheduled_s for record in run.records] == [0.0, 0.02, 0.04, 0.06]
     assert all(record.sent_s >= record.scheduled_s for record in run.records)
 
 
-async def test_a_turn_continues_what_was_said() -> None:
+CONVERSATION = TraceSession("s", "", 0, (asked("a", 1, 2), asked("b", 5, 1), asked("c", 2, 1), asked("d", 4, 1)))
+"""The third prompt is shorter than what was said, and so no part of it; the fourth one continues the third."""
+
+
+async def test_a_turn_continues_what_was_said_as_texts() -> None:
     endpoint = Echo()
-    await run_of(endpoint).run([BenchSession([Turn([1], 2), Turn([2, 3], 1)])], LoadPlan(concurrency=1))
-    assert [prompt.texts for prompt in endpoint.prompts] == [["<1>"], ["<1>", "aa", "<2><3>"]]
+    await run_of(endpoint, as_text=True).run([CONVERSATION], LoadPlan(concurrency=1))
+    assert [prompt.texts for prompt in endpoint.prompts] == [
+        ["<1>"], ["<1>", "aa", "<1><2>"], ["<1><2>"], ["<1><2>", "a", "<1>"],
+    ]  # fmt: skip
     assert all(prompt.token_ids is None for prompt in endpoint.prompts)
+
+
+async def test_a_turn_continues_what_was_said_as_token_ids_where_they_are_known() -> None:
+    endpoint = Echo(has_ids=True)
+    await run_of(endpoint).run([CONVERSATION], LoadPlan(concurrency=1))
+    assert [prompt.token_ids for prompt in endpoint.prompts] == [[1], [1, 97, 97, 1, 2], [1, 2], [1, 2, 97, 1]]
+    endpoint = Echo()
+    await run_of(endpoint).run([CONVERSATION], LoadPlan(concurrency=1))
+    assert [(prompt.token_ids, prompt.texts) for prompt in endpoint.prompts] == [
+        ([1], []), (None, ["<1>", "aa", "<1><2>"]), ([1, 2], []), (None, ["<1><2>", "a", "<1>"]),
+    ]  # fmt: skip
+
+
+async def test_a_server_that_counts_wrong_costs_the_tokens_of_its_answer_only() -> None:
+    class Liar(Echo):
+        async def stream(self, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
+            async for chunk in super().stream(prompt, output_tokens):
+                yield chunk if chunk.output_tokens is None else Chunk(output_tokens=1 << 50)
+
+    endpoint = Liar(has_ids=True)
+    await run_of(endpoint).run([CONVERSATION], LoadPlan(concurrency=1))
+    assert [prompt.token_ids for prompt in endpoint.prompts] == [[1], None, [1, 2], None]
+    assert endpoint.prompts[1].texts == ["<1>", "aa", "<1><2>"]
+
+
+async def test_requests_wait_for_their_think_time_and_for_sub_agents_but_not_for_those_in_the_background() -> None:
+    def agent(name: str, start_s: float, *, is_background: bool = False) -> TraceSession:
+        return TraceSession(name, "", 0, (asked(name, 1, 1),), start_s, is_background)
+
+    steps = (asked("first", 1, 1), agent("x", 0.02), agent("y", 0.0), agent("late", 0.4, is_background=True),
+             asked("next", 1, 1, think_s=0.05))  # fmt: skip
+    run = run_of(Echo())
+    await run.run([TraceSession("s", "", 0, steps, 0.01)], LoadPlan(follows_trace=True))
+    assert [record.name for record in run.records] == ["first", "y", "x", "next", "late"]
+    first, y, x, after, late = run.records
+    assert None not in (first.ended_s, x.ended_s)
+    assert (first.scheduled_s, y.scheduled_s) == (0.01, y.sent_s)
+    assert x.sent_s >= (first.ended_s or 0.0) + 0.02
+    assert after.sent_s >= (x.ended_s or 0.0) + 0.05
+    assert late.sent_s >= (first.ended_s or 0.0) + 0.4
 
 
 async def test_a_failed_turn_ends_its_session_and_no_other() -> None:
@@ -130,7 +184,14 @@ async def test_cancellation_ends_what_is_in_flight_and_keeps_what_has_ended() ->
 
 def record_of(sent_s: float, *chunk_s: float, output_tokens: int, error: str | None = None) -> RequestRecord:
     return RequestRecord(
-        sent_s, sent_s, list(chunk_s), chunk_s[-1], prompt_tokens=10, output_tokens=output_tokens, error=error
+        "request",
+        sent_s,
+        sent_s,
+        list(chunk_s),
+        chunk_s[-1],
+        prompt_tokens=10,
+        output_tokens=output_tokens,
+        error=error,
     )
 
 

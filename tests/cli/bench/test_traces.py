@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from pdserve.cli.bench.traces import trace_text
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
-from pdserve.cli.bench.traces.trace_text import Said, TraceText
+from pdserve.cli.bench.traces.trace_text import Said, TraceText, TraceTexts
 from pdserve.common.errors import ConfigError
 
 BLOCK = 4
@@ -92,10 +94,50 @@ def test_no_more_is_drawn_than_a_prompt_needs() -> None:
         return draw_tokens(random_numbers, num)
 
     assert len(TraceText(0, BLOCK, draw).prompt(request("a", 6, *range(1000)))) == 6
-    assert drawn == [BLOCK, BLOCK, 0]
+    assert drawn == [BLOCK, BLOCK]
 
 
-# ---- scale
+def test_what_is_prepared_is_what_would_be_drawn_later() -> None:
+    """Of a turn of a conversation only what the answer before it leaves open."""
+    first, second = request("a", 10, 1, 2), request("b", 18, 1, 2, 3)
+    session = TraceSession("s", "s", BLOCK, (first, second))
+    drawn: list[int] = []
+
+    def draw(random_numbers: random.Random, num: int) -> list[int]:
+        drawn.append(num)
+        return draw_tokens(random_numbers, num)
+
+    texts, fresh = TraceTexts(0, draw), TraceTexts(0, draw_tokens)
+    texts.prepare([session])
+    # three blocks, the end of the first prompt, and of the second one what is after 10 tokens and an answer of 3
+    assert sorted(drawn) == [2, 4, 4, 4, 5]
+    said = Said(first, [*texts.of(session).prompt(first), 7, 8, 9])
+    assert said.token_ids[:10] == fresh.of(session).prompt(first)
+    assert texts.of(session).prompt(second, said) == fresh.of(session).prompt(second, said)
+    assert len(drawn) == 5, "nothing more is drawn during the run"
+
+
+def test_a_trace_that_is_too_large_is_refused_before_it_is_drawn_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_text, "MAX_DRAWN_TOKENS", 100)
+    shared = [TraceSession(f"{n}", "s", BLOCK, (request(f"{n}", 12, 1, 2, 3),)) for n in range(1000)]
+    TraceTexts(0, draw_tokens).prepare(shared)
+    agent = TraceSession("agent", "s", BLOCK, (request("c", 61),))
+    session = TraceSession("s", "s", BLOCK, (request("a", 40), agent))
+    with pytest.raises(ConfigError, match=r"more than 100 tokens together.*--trace-scale"):
+        TraceTexts(0, draw_tokens).prepare([session])
+
+
+# ---- times and scale
+
+
+def test_times_are_divided_and_waits_have_a_limit() -> None:
+    agent = TraceSession("sub", "s", 0, (TraceRequest("sub 0", 1, 1, think_s=100.0),), 90.0)
+    session = TraceSession("s", "s", 0, (TraceRequest("s 0", 1, 1, think_s=8.0), agent), 600.0)
+    timed = session.timed(2.0, 60.0)
+    assert timed.start_s == 300.0
+    assert isinstance(timed.steps[1], TraceSession)
+    assert (timed.steps[1].start_s, [each.think_s for each in timed.requests]) == (30.0, [4.0, 30.0])
+    assert session.timed(1.0, math.inf) == session
 
 
 def test_lengths_and_blocks_are_divided_alike() -> None:

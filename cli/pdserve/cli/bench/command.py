@@ -49,12 +49,28 @@ def bench(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay this trace in Mooncake's format (JSON lines), its first --num requests.", show_default=False
+            help="Replay the first --num sessions of this trace: a file that a router recorded, Mooncake's or Azure's, or a file "
+            "or folder of WEKA's sessions or of ServeGen's clients.",
+            show_default=False,
         ),
+    ] = None,
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "weka", "servegen"] | None,
+        typer.Option(help="Format of the trace. Default: told by its content.", show_default=False),
     ] = None,
     trace_speed: Annotated[
         float, typer.Option(help="Factor on the trace's speed; 2 replays it in half the time.")
     ] = 1.0,
+    trace_scale: Annotated[
+        int, typer.Option(help="Divisor of the trace's lengths, and of its blocks, so that prefixes stay shared.")
+    ] = 1,
+    max_think: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest wait within a session of the trace, in seconds of the trace. Default: no limit.",
+            show_default=False,
+        ),
+    ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(
@@ -102,12 +118,16 @@ def bench(
     options = BenchOptions(
         api=api, url=url or (DEFAULT_URL if api == "grpc" else DEFAULT_HTTP_URL), model=model, tokenizer=tokenizer,
         api_key=os.environ.get("PDSERVE_API_KEY"), tls=client_tls(ca_file, cert_file, key_file), timeout_s=timeout,
-        extra_body=parse_extra_body(extra_body), num_sessions=num, trace=trace, trace_speed=trace_speed, warm_up=warmup,
+        extra_body=parse_extra_body(extra_body), num_sessions=num, trace=trace, trace_format=trace_format,
+        trace_speed=trace_speed, trace_scale=trace_scale, max_think_s=float("inf") if max_think is None else max_think,
+        warm_up=warmup,
         shape=Shape(
             input_tokens=input_tokens, output_tokens=output_tokens, range_ratio=range_ratio, prefix_tokens=prefix_tokens,
             num_prefixes=num_prefixes, num_turns=num_turns,
         ),
-        plan=LoadPlan(concurrency=concurrency, requests_per_s=request_rate, seed=seed), ignore_eos=ignore_eos,
+        plan=LoadPlan(
+            concurrency=concurrency, requests_per_s=request_rate, follows_trace=trace is not None, seed=seed
+        ), ignore_eos=ignore_eos,
         temperature=temperature, goodput=goodput or [], json_file=json, html_file=html, plots_folder=plots,
         save_requests=save_requests, shown={name: str(value) for name, value in shown.items() if value is not None},
     )  # fmt: skip

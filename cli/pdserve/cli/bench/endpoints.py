@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.net.rpc import MAX_STREAMS_PER_CONNECTION
+from pdserve.common.request.generation_request import TokenId
 from pdserve.common.security.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -33,8 +34,11 @@ class RequestFailed(Exception):
 class Prompt:
     """Input of a request: token ids, or the alternating texts of client and server."""
 
+    name: str
+    """The request's, as its trace has it."""
     token_ids: list[int] | None
     texts: list[str]
+    """Empty if there are token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Chunk:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    token_ids: tuple[int, ...] = ()
+    """Empty where the API does not give them."""
 
 
 class Endpoint(Protocol):
@@ -70,6 +76,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
+    token_ids: tuple[TokenId, ...] | None = None
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -146,14 +153,15 @@ class OpenAIEndpoint:
     def _chunk(self, data: bytes) -> Chunk:
         try:
             event = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestFailed("unreadable event", f"{error}: {data[:MAX_ERROR_CHARS]!r}") from error
         if event.error is not None:
             raise RequestFailed("error in the stream", str(event.error)[:MAX_ERROR_CHARS])
-        text, has_output = "", False
+        text, has_output, token_ids = "", False, tuple[int, ...]()
         if event.choices:
             choice = event.choices[0]
             has_output = True
+            token_ids = choice.token_ids or ()
             if (delta := choice.delta) is None:
                 text = choice.text or ""
             else:
@@ -161,10 +169,10 @@ class OpenAIEndpoint:
                 is_role = delta.role is not None and not (text or delta.reasoning_content or delta.tool_calls)
                 has_output = not is_role or choice.finish_reason is not None
         if (usage := event.usage) is None:
-            return Chunk(text, has_output)
+            return Chunk(text, has_output, token_ids=token_ids)
         details = usage.prompt_tokens_details
         cached = details.cached_tokens if details is not None else None
-        return Chunk(text, has_output, usage.prompt_tokens, usage.completion_tokens, cached)
+        return Chunk(text, has_output, usage.prompt_tokens, usage.completion_tokens, cached, token_ids)
 
 
 async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
@@ -229,6 +237,7 @@ class GrpcEndpoint:
                     usage.prompt_tokens if usage else None,
                     usage.completion_tokens if usage else None,
                     usage.cached_tokens if usage else None,
+                    tuple(message.token_ids),
                 )
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(error.code().name, error.details() or "") from error

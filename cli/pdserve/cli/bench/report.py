@@ -80,6 +80,7 @@ def as_json(summary: Summary, conditions: dict[str, Any], records: Sequence[Requ
     if records is not None:
         content["requests"] = [
             {
+                "name": record.name,
                 "scheduled_s": record.scheduled_s,
                 "sent_s": record.sent_s,
                 "ended_s": record.ended_s,

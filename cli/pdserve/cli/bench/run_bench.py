@@ -8,7 +8,6 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,8 +24,10 @@ from pdserve.cli.bench.endpoints import Endpoint, GrpcEndpoint, OpenAIEndpoint, 
 from pdserve.cli.bench.report import as_html, as_json, plots, tables, write_plots
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
-from pdserve.cli.bench.traces.trace_text import DrawTokens
-from pdserve.cli.bench.workload import BenchSession, Shape, random_sessions, trace_sessions
+from pdserve.cli.bench.traces.read_trace import TraceFormat, read_trace
+from pdserve.cli.bench.traces.trace import TraceSession
+from pdserve.cli.bench.traces.trace_text import MAX_DRAWN_TOKENS, DrawTokens, TraceTexts
+from pdserve.cli.bench.workload import Shape, random_sessions
 from pdserve.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import ClientTls
@@ -37,8 +38,6 @@ Api = Literal["completions", "chat", "grpc"]
 MAX_SHOWN_ERRORS = 3
 WARM_UP_SEED = 1 << 32
 """Added to the seed, so that no run repeats another's warm-up and finds it in a prefix cache."""
-MAX_DRAWN_TOKENS = 1 << 27
-"""Limit of all prompts together, which are drawn before the run: about 1 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,11 @@ class BenchOptions:
     shape: Shape
     num_sessions: int
     trace: Path | None
+    trace_format: TraceFormat | None
+    """None: by the content."""
     trace_speed: float
+    trace_scale: int
+    max_think_s: float
     plan: LoadPlan
     warm_up: int
     ignore_eos: bool
@@ -93,8 +96,18 @@ class BenchOptions:
             raise ConfigError(f"--timeout is {self.timeout_s}, above 0 seconds are needed")
         if self.trace is not None and self.plan.requests_per_s is not None:
             raise ConfigError("--trace and --request-rate are given: a trace has arrival times of its own")
-        if self.trace is None and self.trace_speed != 1.0:
-            raise ConfigError(f"--trace-speed is {self.trace_speed}, but there is no --trace")
+        if self.trace_scale < 1:
+            raise ConfigError(f"--trace-scale is {self.trace_scale}, at least 1 is needed")
+        if not self.max_think_s >= 0:
+            raise ConfigError(f"--max-think is {self.max_think_s}, 0 or more seconds are needed")
+        for name, value, default in (
+            ("--trace-speed", self.trace_speed, 1.0),
+            ("--trace-scale", self.trace_scale, 1),
+            ("--trace-format", self.trace_format, None),
+            ("--max-think", self.max_think_s, float("inf")),
+        ):
+            if self.trace is None and value != default:
+                raise ConfigError(f"{name} is {value}, but there is no --trace")
         if self.save_requests and self.json_file is None:
             raise ConfigError("--save-requests is given without --json")
         if self.api == "grpc" and "://" in self.url:
@@ -184,28 +197,30 @@ async def _run(
     if task is not None and threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     draw_tokens = make_draw_tokens(tokenizer)
-    sessions = list(_sessions(options, draw_tokens))
-    if not sessions:
-        raise ConfigError(f"--trace is {options.trace}, which has no requests")
-    num_requests = sum(len(session.turns) for session in sessions)
-    endpoint = make_endpoint(options, model)
+    sessions = _sessions(options)
+    num_requests = sum(len(list(session.requests)) for session in sessions)
+    texts = TraceTexts(options.plan.seed, draw_tokens)
+    texts.prepare(sessions)
+    endpoint = make_endpoint(options, model, returns_ids=num_requests > len(sessions))
 
     def decode(token_ids: list[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def load_run(label: str, total: int) -> LoadRun:
+    def load_run(label: str, texts: TraceTexts, total: int) -> LoadRun:
         task = progress.add_task(label, total=total)
         return LoadRun(
-            endpoint, decode, as_text=options.api == "chat", timeout_s=options.timeout_s,
+            endpoint, texts, decode, as_text=options.api == "chat", timeout_s=options.timeout_s,
             on_end=lambda record: progress.advance(task),
         )  # fmt: skip
 
     try:
         if options.warm_up:
             shape = Shape(input_tokens=options.shape.input_tokens, output_tokens=options.shape.output_tokens)
-            warm_up = list(random_sessions(shape, options.warm_up, options.plan.seed + WARM_UP_SEED, draw_tokens))
-            await load_run("warm-up", len(warm_up)).run(warm_up, LoadPlan(concurrency=1))
-        run = load_run("requests", num_requests)
+            seed = options.plan.seed + WARM_UP_SEED
+            warm_up = random_sessions(shape, options.warm_up, seed)
+            run = load_run("warm-up", TraceTexts(seed, draw_tokens), options.warm_up)
+            await run.run(warm_up, LoadPlan(concurrency=1))
+        run = load_run("requests", texts, num_requests)
         try:
             await run.run(sessions, options.plan)
         except asyncio.CancelledError:
@@ -215,12 +230,20 @@ async def _run(
     return run.records, True
 
 
-def _sessions(options: BenchOptions, draw_tokens: DrawTokens) -> Iterable[BenchSession]:
-    if options.trace is not None:
-        return trace_sessions(
-            options.trace, options.plan.seed, draw_tokens, speed=options.trace_speed, num=options.num_sessions
-        )
-    return random_sessions(options.shape, options.num_sessions, options.plan.seed, draw_tokens)
+def _sessions(options: BenchOptions) -> list[TraceSession]:
+    """Raises: ConfigError for a trace that cannot be read, or has no requests."""
+    if options.trace is None:
+        return list(random_sessions(options.shape, options.num_sessions, options.plan.seed))
+    sessions = read_trace(
+        options.trace, options.num_sessions, trace_format=options.trace_format, seed=options.plan.seed
+    )
+    if not sessions:
+        raise ConfigError(f"--trace is {options.trace}, which has no requests")
+    try:
+        sessions = [session.scaled(options.trace_scale) for session in sessions]
+    except ConfigError as error:
+        raise ConfigError(f"--trace-scale is {options.trace_scale}: {error.message}") from error
+    return [session.timed(options.trace_speed, options.max_think_s) for session in sessions]
 
 
 def make_draw_tokens(tokenizer: Tokenizer) -> DrawTokens:
@@ -229,13 +252,15 @@ def make_draw_tokens(tokenizer: Tokenizer) -> DrawTokens:
     return lambda draw, num: draw.choices(allowed, k=num)
 
 
-def make_endpoint(options: BenchOptions, model: str) -> Endpoint:
-    """Make the client of the chosen API."""
-    sampling = {"temperature": options.temperature, "ignore_eos": options.ignore_eos}
+def make_endpoint(options: BenchOptions, model: str, *, returns_ids: bool = False) -> Endpoint:
+    """Make the client of the chosen API. returns_ids: ask for token ids of answers, which next prompts contain."""
+    sampling: dict[str, Any] = {"temperature": options.temperature, "ignore_eos": options.ignore_eos}
     if options.api == "grpc":
         return GrpcEndpoint(options.url, api_key=options.api_key, tls=options.tls, sampling=sampling)
     if not options.ignore_eos:
-        del sampling["ignore_eos"]  # a field that OpenAI's own servers refuse
+        del sampling["ignore_eos"]  # a field that OpenAI's own servers refuse, as they do the next one
+    elif returns_ids and options.api == "completions":
+        sampling["return_token_ids"] = True
     return OpenAIEndpoint(
         options.url, model, chat=options.api == "chat", api_key=options.api_key,
         extra_body=sampling | options.extra_body, tls=options.tls,

@@ -19,8 +19,9 @@ MAX_LORA_RANK = 512
 _LEAST_REQUEST_BYTES = 1024
 _MOST_IMAGE_PIXELS = 1 << 28
 _MOST_LORAS = 1 << 16
+_MOST_RECORD_FILES = 1000
 _MOST_WAITING = 1 << 24
-_MOST_MIB = 1 << 24
+MOST_MIB = 1 << 24
 """Values beyond any machine's, for which memory would be asked before anything is served."""
 
 
@@ -95,6 +96,8 @@ class RouterLimits(ServiceLimits, frozen=True, kw_only=True):
     """Bytes of stored responses in this router's memory, of all tenants; with `redis` they are there instead."""
     max_stored_response_age_s: float = 86_400.0
     """Seconds after which a stored response is dropped."""
+    max_record_files: int = 8
+    """Files of `record`, the current one included; the oldest is deleted."""
 
     def images(self) -> ImageLimits:
         """Limits of a prompt's images, which travel in one message to a worker."""
@@ -108,6 +111,7 @@ class RouterLimits(ServiceLimits, frozen=True, kw_only=True):
         self._verify_between(_LEAST_REQUEST_BYTES, MAX_MESSAGE_BYTES, "max_request_bytes")
         self._verify_between(1, _MOST_IMAGE_PIXELS, "max_image_pixels")
         self._verify_between(1, MAX_IMAGES, "max_images_per_prompt")
+        self._verify_between(1, _MOST_RECORD_FILES, "max_record_files")
         self._verify_least(0, "max_held_image_bytes", "max_stored_response_bytes")
         self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
         self._verify_seconds(
@@ -178,7 +182,7 @@ class WorkerLimits(ServiceLimits, frozen=True, kw_only=True):
         self._verify_least(0, "grammar_whitespace_chars", "grammar_string_chars")
         self._verify_most(_MOST_LORAS, "max_loras", "max_cpu_loras")
         self._verify_most(_MOST_WAITING, "max_waiting")
-        self._verify_most(_MOST_MIB, "kv_ring_mib", "grammar_memory_mib")
+        self._verify_most(MOST_MIB, "kv_ring_mib", "grammar_memory_mib")
         self._verify_between(1, MAX_LORA_RANK, "max_lora_rank")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras is {self.max_cpu_loras}, at least max_loras ({self.max_loras}) is needed")

@@ -12,7 +12,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls, load_front
 from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plain_keys
-from pdserve.common.settings.limits import RouterLimits
+from pdserve.common.settings.limits import MOST_MIB, RouterLimits
 from pdserve.common.settings.service_settings import ServiceSettings
 
 _MAX_FLUSH_MS = 1000
@@ -72,6 +72,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Listen beyond loopback though clients need neither an API key nor a certificate."""
     audit_log: str | None = None
     """Target of one JSON line per client request: a path, or `stderr`; default: none."""
+    record: str | None = None
+    """File for a record of the traffic without content: one JSON line per prompt, which `pdserve bench --trace` replays; default:
+    none. See docs/capacity.md."""
+    record_mib: int = 64
+    """Size at which the file of `record` becomes FILE.1, and that FILE.2 and so on (`max_record_files`), MiB."""
     shared_prefix_cache: tuple[str, ...] = ()
     """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do. See
     docs/tenants.md."""
@@ -182,10 +187,21 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if self.audit_log is not None and not self.audit_log.strip():
             raise ConfigError("audit_log is given but empty: a path or stderr is needed, or leave the setting out")
+        self._verify_record()
         self.cache_groups()
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
+
+    def _verify_record(self) -> None:
+        """Raises: ConfigError."""
+        self._verify_between(1, MOST_MIB, "record_mib")
+        if self.record is None:
+            return
+        if not self.record.strip():
+            raise ConfigError("record is given but empty: a path is needed, or leave the setting out")
+        if self.audit_log is not None and Path(self.record).absolute() == Path(self.audit_log).absolute():
+            raise ConfigError(f"record and audit_log are both {self.record}: each needs a file of its own")
 
     def _verify_names(self) -> None:
         """Raises: ConfigError."""

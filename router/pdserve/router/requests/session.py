@@ -14,6 +14,7 @@ import msgspec
 from pdserve.common import timeline as moments
 from pdserve.common.errors import InternalError, Overloaded, PdServeError, PeerError, WorkerLost
 from pdserve.common.kv_events import WorkerKey
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import now_unix_ns
@@ -22,7 +23,7 @@ from pdserve.router.attempts.worker_calls import SessionCall
 from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.preparation import ClientRequest, HashedRequest
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.requests.tasks.retry_state import RetryState
@@ -42,6 +43,8 @@ class ClientSession:
         self._on_close = on_close
         self.token_ids: list[int] = []
         """Everything so far, prompts and answers."""
+        self.hashed: HashedRequest | None = None
+        """What has been hashed of it for a record of traffic; None without one."""
         self.num_kept_output_tokens: int | None = None
         """Output tokens of the last turn, where the worker has more of it than the client; else None."""
         self.worker: RemoteWorker | None = None
@@ -92,7 +95,7 @@ class ClientSession:
         self._end_call()
         self.worker = self._call = self._unsubscribe = None
         self._events = asyncio.Queue()
-        self.token_ids = []
+        self.token_ids, self.hashed = [], None
 
     def _end_call(self) -> None:
         if self._unsubscribe is not None:
@@ -171,6 +174,8 @@ class SessionPromptTask(PromptTask):
         if worker is None:
             raise InternalError("a session without a decode worker")
         self.timeline.mark(moments.PLACED)
+        if self._record.is_recorded:
+            self._record_blocks(request, placement.layout)
         reservation = worker.reserve(placement.decode_share)
         if self._holds is not None:
             self._holds.placed()
@@ -191,6 +196,14 @@ class SessionPromptTask(PromptTask):
                 await self._answer(reservation, processor)
         finally:
             reservation.end()
+
+    def _record_blocks(self, request: GenerationRequest, layout: KvLayout) -> None:
+        """Record the blocks of the whole session, of which the last turn's tokens are not hashed yet."""
+        session = self._session
+        whole = msgspec.structs.replace(request, prompt_token_ids=[*session.token_ids, *request.prompt_token_ids])
+        cache = self._request.cache
+        session.hashed = self._services.preparation.hashed(whole, cache, layout, session.hashed)
+        self._record.hashed(session.hashed.placement_hashes, layout.block_size)
 
     async def raise_when_no_worker(self, *, one_token: bool) -> None:
         if self._session.worker is None:

@@ -8,7 +8,7 @@ AttemptTrace   one placement of a prompt       span `attempt`, the parent of the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,8 @@ class RequestTrace:
     """The trace context for workers."""
     _on_end: Callable[[RequestTrace], None] = lambda record: None
     """Called once, after the request."""
+    is_recorded: bool = False
+    """True if prompts keep the hashes of their blocks, for `TrafficRecord`."""
     runs: list[PromptTrace] = field(default_factory=list, init=False)
     """Traces of the request's prompts."""
     _ended: bool = field(default=False, init=False)
@@ -127,6 +129,15 @@ class PromptTrace:
         self.prefill = ""
         self.decode = ""
         """Ids of the last attempt's workers; empty for a role without a call."""
+        self.priority = 0
+        self.service_tier: str | None = None
+        """As `ClientRequest` has them."""
+        self.block_size = 0
+        """Tokens of a block where the prompt was placed; 0 before that, and where nothing is recorded."""
+        self.block_hashes = b""
+        """Placement hashes of the prompt's full blocks, 8 bytes each, together."""
+        self.is_recorded = request.is_recorded
+        """True if `hashed` has an effect."""
         self._metrics = request.metrics
         self._span = request.span
         self._headers = request.headers
@@ -236,6 +247,22 @@ class PromptTrace:
         self._tokens_at[index] = now
         self.num_output_tokens += num_tokens
 
+    def hashed(self, placement_hashes: Sequence[bytes], block_size: int) -> None:
+        """Keep the hashes of the prompt's full blocks, of `block_size` tokens, if they are recorded."""
+        if self.is_recorded and not self.block_size:
+            self.block_size = block_size
+            self.block_hashes = b"".join(placement_hashes)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have output; at least 1."""
+        return max(1, len(self._tokens_at))
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token after the first. Several sequences are decoded in parallel, so their mean length counts."""
+        return self.timeline.tpot_s(self.num_output_tokens // self.num_sequences)
+
     def embedded(self, cached_tokens: CachedTokens) -> None:
         """Record the prompt's embedding, which ends it without a token."""
         self.cached_tokens = cached_tokens.first(self.num_prompt_tokens)
@@ -257,8 +284,7 @@ class PromptTrace:
             return
         end = self.end_unix_ns(now)
         metrics.request_seconds.observe((end - self.timeline.moments_unix_ns[moments.ARRIVED]) / 1e9)
-        # several sequences are decoded in parallel, so their mean is recorded
-        if (tpot_s := self.timeline.tpot_s(self.num_output_tokens // max(1, len(self._tokens_at)))) is not None:
+        if (tpot_s := self.tpot_s) is not None:
             metrics.tpot_seconds.observe(tpot_s)
         for phase, seconds in self.timeline.critical_path(end).items():
             metrics.phase_seconds.labels(phase).observe(seconds)

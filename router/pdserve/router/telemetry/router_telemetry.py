@@ -1,4 +1,4 @@
-"""`RouterTelemetry`: a router's metrics, tracer and audit log, and the traces of its requests."""
+"""`RouterTelemetry`: a router's metrics, tracer, audit log and record of traffic, and the traces of its requests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from pdserve.router.placement.block_moves import BlockMoves
 from pdserve.router.telemetry.request_log import AskedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
+from pdserve.router.telemetry.traffic_record import TrafficRecord
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.client import ANYBODY, ASKING, Client
 from pdserve.router.tenants.key_metrics import KeyMetrics
@@ -43,7 +44,7 @@ class RouterTelemetry(ServiceTelemetry):
         moves: BlockMoves,
         num_role_changes: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Raises: ConfigError for an audit log that cannot be written."""
+        """Raises: ConfigError for an audit log or a record that cannot be written."""
         super().__init__("router", f"{socket.gethostname()}-{os.getpid()}")
         self._model = model
         self._trusts_strangers = settings.trusts_trace_headers()
@@ -55,7 +56,8 @@ class RouterTelemetry(ServiceTelemetry):
         self._text_by_key = Exposition(self._registry, self._key_registry)
         self.request_log = RequestLog()
         self.audit = AuditLog(settings.audit_log, model)
-        self._registry.register(Families(lambda: audit_families(self.audit)))
+        self.traffic = TrafficRecord(settings)
+        self._registry.register(Families(lambda: line_families(self.audit.counts, self.traffic.counts)))
 
     def request(
         self,
@@ -105,7 +107,7 @@ class RouterTelemetry(ServiceTelemetry):
             begin = tracing.root if trusted else tracing.linked_root
             span = begin(f"{operation} {model}", caller_headers, started, attributes)
             headers = span.headers
-        record = RequestTrace(self.metrics, started, span, headers, on_end)
+        record = RequestTrace(self.metrics, started, span, headers, on_end, self.traffic.is_on)
         self.request_log.began(
             record,
             AskedRequest(
@@ -134,6 +136,7 @@ class RouterTelemetry(ServiceTelemetry):
 
     def _ended(self, record: RequestTrace, client: Client, request_id: str, operation: str, lora_name: str) -> None:
         self.request_log.ended(record)
+        self.traffic.ended(record, client.tenant)
         if lora_name:
             self.metrics.adapter_requests.add(lora_name, len(record.runs))
         for run in record.runs:
@@ -174,13 +177,14 @@ class RouterTelemetry(ServiceTelemetry):
 
     async def close(self) -> None:
         await asyncio.to_thread(self.audit.close)
+        await asyncio.to_thread(self.traffic.close)
         await super().close()
 
 
-def audit_families(audit: AuditLog) -> Iterable[Metric]:
-    """Number of lines of the audit log, by outcome."""
-    lines = {"written": audit.num_written - audit.num_dropped, "dropped": audit.num_dropped}
-    yield by_label(CounterMetricFamily, "pdserve_audit_lines", "Lines of the audit log.", ["outcome"], lines)
+def line_families(audit: Mapping[str, int], record: Mapping[str, int]) -> Iterable[Metric]:
+    """Number of lines of the audit log and of the record of traffic, by outcome."""
+    yield by_label(CounterMetricFamily, "pdserve_audit_lines", "Lines of the audit log.", ["outcome"], audit)
+    yield by_label(CounterMetricFamily, "pdserve_record_lines", "Lines of the record of traffic.", ["outcome"], record)
 
 
 def new_trace_headers() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Traces in the format of those that were published with Mooncake: JSON lines with arrival times and hash ids."""
+"""Traces in the format of those that were published with Mooncake: JSON lines with arrival times and hash ids.
+
+A router's record has the same format, with its block size on each line.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession, verify_length
+from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession, verify_length, verify_time
+from pdserve.cli.bench.traces.trace_file import decoded, lines_of
 from pdserve.common.errors import ConfigError
 
 BLOCK_TOKENS = 512
-"""Tokens that one hash id stands for. Source: the traces published with Mooncake (FAST '25)."""
-MAX_LINE_BYTES = 1 << 20
+"""Tokens that one hash id stands for where a line does not say it. Source: the traces published with Mooncake (FAST '25)."""
 
 
 class _Line(msgspec.Struct):
@@ -22,47 +25,31 @@ class _Line(msgspec.Struct):
     """Milliseconds from the trace's start."""
     input_length: int
     output_length: int
-    hash_ids: list[int] = []
+    hash_ids: tuple[int, ...] = ()
+    block_size: int = BLOCK_TOKENS
 
 
-def read_mooncake(path: Path, num: int | None = None) -> Iterator[TraceSession]:
-    """Sessions of one request each, by arrival; the first one arrives at 0.
-
-    num: number of lines, at most. Raises: ConfigError naming file and line.
-    """
+def read_mooncake(path: Path) -> Iterator[TraceSession]:
+    """Sessions of one request each, in the order of the file. Raises: ConfigError naming file, line, field and value."""
     decoder = msgspec.json.Decoder(_Line)
-    first_s: float | None = None
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"--trace is {path}, which cannot be read: {error.strerror}") from error
-    with file as lines:
-        number = 0
-        while (num is None or number < num) and (line := lines.readline(MAX_LINE_BYTES + 1)):
-            number += 1
-            if not line.strip():
-                continue
-            entry = _entry(decoder, line, f"{path}, line {number}")
-            arrival_s = entry.timestamp / 1e3
-            first_s = arrival_s if first_s is None else first_s
-            name = f"line {number}"
-            request = TraceRequest(name, entry.input_length, entry.output_length, tuple(entry.hash_ids))
-            yield TraceSession(name, str(path), BLOCK_TOKENS, (request,), arrival_s - first_s)
+    for label, data in lines_of(path):
+        line = decoded(label, data, decoder.decode)
+        _verify(line, label)
+        name = label.removeprefix(f"{path}, ")
+        request = TraceRequest(name, line.input_length, line.output_length, line.hash_ids)
+        # blocks of another size are other blocks, whatever their ids
+        yield TraceSession(name, f"{path} {line.block_size}", line.block_size, (request,), line.timestamp / 1e3)
 
 
-def _entry(decoder: msgspec.json.Decoder[_Line], line: bytes, label: str) -> _Line:
-    if len(line) > MAX_LINE_BYTES:
-        raise ConfigError(f"{label}: longer than {MAX_LINE_BYTES} bytes")
-    try:
-        entry = decoder.decode(line)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{label}: {error}") from error
-    verify_length(label, "input_length", entry.input_length)
-    verify_length(label, "output_length", entry.output_length)
-    num_blocks = -(-entry.input_length // BLOCK_TOKENS)
-    if entry.hash_ids and len(entry.hash_ids) != num_blocks:
+def _verify(line: _Line, label: str) -> None:
+    verify_time(label, "timestamp", line.timestamp / 1e3)
+    verify_length(label, "input_length", line.input_length)
+    # a request that failed has none, and neither has an embedding
+    verify_length(label, "output_length", line.output_length, least=0)
+    verify_length(label, "block_size", line.block_size)
+    num_blocks = -(-line.input_length // line.block_size)
+    if line.hash_ids and len(line.hash_ids) != num_blocks:
         raise ConfigError(
-            f"{label}: {len(entry.hash_ids)} hash_ids for {entry.input_length} tokens, {num_blocks} blocks of "
-            f"{BLOCK_TOKENS} tokens are needed"
+            f"{label}: hash_ids has {len(line.hash_ids)} entries for {line.input_length} tokens, {num_blocks} blocks of "
+            f"{line.block_size} tokens are needed"
         )
-    return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,8 @@ from pdserve.common.errors import ConfigError
 
 MAX_TRACE_TOKENS = 1 << 24
 """Limit of a request's prompt and of its answer."""
+MAX_TRACE_S = 1e10
+"""Limit of times, in either direction: 300 years, so that times since 1970 are possible, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class TraceSession:
     scope: str
     """Hash ids mean the same in sessions of one scope."""
     block_tokens: int
-    """Tokens per hash id."""
+    """Tokens per hash id; 0 in a trace without hash ids."""
     steps: tuple[TraceRequest | TraceSession, ...]
     """Requests, and the sub-agents that begin after the request before them. The next request waits for these."""
     start_s: float = 0.0
@@ -72,8 +75,27 @@ class TraceSession:
             ),
         )
 
+    def timed(self, speed: float, max_think_s: float) -> TraceSession:
+        """The session with all times divided by `speed`, after the waits within it were cut to `max_think_s`."""
+
+        def wait(seconds: float) -> float:
+            return min(seconds, max_think_s) / speed
+
+        def step_of(step: TraceRequest | TraceSession) -> TraceRequest | TraceSession:
+            if isinstance(step, TraceRequest):
+                return replace(step, think_s=wait(step.think_s))
+            return replace(step.timed(speed, max_think_s), start_s=wait(step.start_s))
+
+        return replace(self, start_s=self.start_s / speed, steps=tuple(map(step_of, self.steps)))
+
 
 def verify_length(label: str, name: str, value: int, least: int = 1) -> None:
     """Raises: ConfigError naming place, field, value and limits."""
     if not least <= value <= MAX_TRACE_TOKENS:
-        raise ConfigError(f"{label}: {name} is {value}, {least} to {MAX_TRACE_TOKENS} is needed")
+        raise ConfigError(f"{label}: {name} is {str(value)[:40]}, {least} to {MAX_TRACE_TOKENS} is needed")
+
+
+def verify_time(label: str, name: str, seconds: float | None, least: float = -MAX_TRACE_S) -> None:
+    """seconds: None is always right. Raises: ConfigError naming place, field, value and limits."""
+    if seconds is not None and not (math.isfinite(seconds) and least <= seconds <= MAX_TRACE_S):
+        raise ConfigError(f"{label}: {name} is {seconds:g} s, {least:g} to {MAX_TRACE_S:g} s is needed")

@@ -227,7 +227,8 @@ def load_model(
 def load_outline(folder: Path, settings: WorkerSettings) -> LoadedModel:
     """The model and its pool without their bytes, which computes nothing: only shapes, limits and layouts are there.
 
-    The folder needs a config.json and no weights; the pool has the size that the settings name. Of several ranks it is rank 0's part.
+    The folder needs a config.json and no weights; the pool has the size that the settings name. Of several ranks it is the part of
+    rank 0.
     Raises: ConfigError, UnsupportedModel.
     """
     verify_model(folder, settings)

@@ -73,6 +73,7 @@ class PlacedTask(ABC, Generic[T]):
         self._request = request
         self._services = services
         self._record = record
+        record.priority, record.service_tier = request.priority, request.service_tier
         self._holds: Place | None = None
         self._prepared: dict[tuple[str, int, int, int], HashedRequest] = {}
         """(layout, sequence, length of the client's output) -> hashed request."""
@@ -159,7 +160,9 @@ class PlacedTask(ABC, Generic[T]):
             placement = decision.placement
             self.timeline.mark(moments.PLACED)
             self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
-            prompt_digest = self.hashed(request, placement.layout).request.request_digest
+            hashed = self.hashed(request, placement.layout)
+            prompt_digest = hashed.request.request_digest
+            self._record.hashed(hashed.placement_hashes, placement.layout.block_size)
             self._services.deny_list.check(self._request.client, prompt_digest)
             prepared = self.hashed(resumed, placement.layout).request
             if not prepared.remaining_s:

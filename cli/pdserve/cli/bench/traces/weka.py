@@ -8,10 +8,12 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession, verify_length
+from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession, verify_length, verify_time
+from pdserve.cli.bench.traces.trace_file import decoded, whole_file
 from pdserve.common.errors import ConfigError
 
-MAX_FILE_BYTES = 64 << 20
+MAX_DEPTH = 16
+"""Of sub-agents within sub-agents."""
 
 
 class _Step(msgspec.Struct):
@@ -49,19 +51,7 @@ class _File(msgspec.Struct):
 
 def read_weka(path: Path) -> TraceSession:
     """The session of one file, which begins at 0. Raises: ConfigError naming the file, and a request by its place."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"--trace is {path}, which cannot be read: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES} bytes")
-    try:
-        trace = msgspec.json.decode(data, type=_File)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: sub-agents are nested too deeply") from error
+    trace = decoded(str(path), whole_file(path), msgspec.json.Decoder(_File).decode)
     verify_length(str(path), "block_size", trace.block_size)
     scope = trace.id if trace.hash_id_scope == "local" else ""
     steps = tuple(_steps(trace.requests, str(path), trace.id, scope, trace.block_size))
@@ -69,18 +59,23 @@ def read_weka(path: Path) -> TraceSession:
 
 
 def _steps(
-    steps: Sequence[_Step], label: str, session: str, scope: str, block_size: int
+    steps: Sequence[_Step], label: str, session: str, scope: str, block_size: int, depth: int = 0
 ) -> Iterator[TraceRequest | TraceSession]:
     last: _Step | None = None
     agents_end_s: float | None = None
     """Of the sub-agents for which the next request waits."""
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{label}: sub-agents are nested too deeply, {MAX_DEPTH} levels are possible")
     for place, step in enumerate(steps):
         label_here, name = f"{label}, requests[{place}]", f"{session} {place}"
+        for field, seconds in (("t", step.t), ("think_time", step.think_time), ("api_time", step.api_time)):
+            verify_time(label_here, field, seconds)
+        verify_time(label_here, "duration_ms", None if step.duration_ms is None else step.duration_ms / 1e3)
         if step.type == "subagent":
             is_background = step.status == "async_launched"
             if not is_background:
                 agents_end_s = max(agents_end_s or 0.0, step.end_s)
-            inner = tuple(_steps(step.requests, label_here, f"{name} {step.agent_id}", scope, block_size))
+            inner = tuple(_steps(step.requests, label_here, f"{name} {step.agent_id}", scope, block_size, depth + 1))
             start_s = 0.0 if last is None else max(0.0, step.t - last.end_s)
             yield TraceSession(name, scope, block_size, inner, start_s, is_background)
             continue

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weka_trace import read_weka
 
 from pdserve.cli.bench.traces.trace import MAX_TRACE_TOKENS, TraceRequest, TraceSession
+from pdserve.cli.bench.traces.weka import MAX_DEPTH, read_weka
 from pdserve.common.errors import ConfigError
 
 
@@ -75,6 +75,9 @@ def test_sub_agents_run_between_two_requests_and_the_next_one_waits(tmp_path: Pa
         ({"in": MAX_TRACE_TOKENS + 1, "out": 1}, rf"requests\[1\]: in is {MAX_TRACE_TOKENS + 1}"),
         ({"in": 1, "out": -1}, r"requests\[1\]: out is -1, 0 to"),
         ({"type": "subagent", "requests": [{"in": 1, "out": -2}]}, r"requests\[1\], requests\[0\]: out is -2"),
+        ({"in": 1, "out": 1, "t": 1e300}, r"requests\[1\]: t is 1e\+300 s"),
+        ({"in": 1, "out": 1, "think_time": -1e11}, r"requests\[1\]: think_time is -1e\+11 s"),
+        ({"type": "subagent", "duration_ms": 1e300}, r"requests\[1\]: duration_ms is 1e\+297 s"),
         ({"in": "many"}, r"trace.json: Expected `int`, got `str`"),
     ],
 )
@@ -88,6 +91,11 @@ def test_a_file_that_is_no_session_is_named(tmp_path: Path) -> None:
         read_weka(write_weka(tmp_path, [], block_size=0))
     with pytest.raises(ConfigError, match=r"missing\.json, which cannot be read"):
         read_weka(tmp_path / "missing.json")
+    nested: dict[str, Any] = {"in": 1, "out": 1}
+    for _ in range(MAX_DEPTH + 1):
+        nested = {"type": "subagent", "requests": [nested]}
+    with pytest.raises(ConfigError, match="nested too deeply, 16 levels are possible"):
+        read_weka(write_weka(tmp_path, [nested]))
     deep = tmp_path / "deep.json"
     deep.write_text('{"id": "t", "block_size": 1, "requests": ' + '[{"type": "subagent", "requests": ' * 5000)
     with pytest.raises(ConfigError, match=r"deep\.json"):
