@@ -96,6 +96,61 @@ def up(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command(cls=settings_command("router", "prefill", "decode", without=CHOSEN_BY_UP))
+def simulate(
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(help="What `pdserve bench --trace` takes.")],
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    config: Config = None,
+    num: Annotated[int, typer.Option(help="Sessions of the trace.")] = 100,
+    trace_format: Annotated[
+        Literal["mooncake", "azure", "weka", "servegen"] | None,
+        typer.Option(help="Format of the trace. Default: told by its content.", show_default=False),
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(help="Factor on the trace's speed.")] = 1.0,
+    trace_scale: Annotated[int, typer.Option(help="Divisor of the trace's lengths.")] = 1,
+    step_ms: Annotated[float, typer.Option(help="Milliseconds of each step.")] = 10.0,
+    token_us: Annotated[float, typer.Option(help="Microseconds for each token that a step computes.")] = 100.0,
+    attended_ns: Annotated[
+        float, typer.Option(help="Nanoseconds for each earlier token that a computed token attends to.")
+    ] = 0.0,
+    bandwidth: Annotated[float, typer.Option(help="Gigabytes per second into a worker.")] = 1.0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Target in milliseconds, as of `pdserve bench`.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of tokens, and of what the services draw.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file.", show_default=False)] = None,
+) -> None:
+    """A trace on a fleet in virtual time: the router and workers of `pdserve up`, whose steps take the given times.
+
+    Nothing is computed, and no weights are read.
+    """
+    from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
+    from pdserve.simulator.step_times import LinearStepTimes
+    from pdserve.simulator.virtual_transfer import Link
+
+    status = run_simulate(
+        SimulateOptions(
+            trace=trace,
+            trace_format=trace_format,
+            num_sessions=num,
+            trace_speed=trace_speed,
+            trace_scale=trace_scale,
+            num_prefill=prefill,
+            num_decode=decode,
+            times=LinearStepTimes(step_ms / 1e3, token_us / 1e6, attended_ns / 1e9),
+            link=Link(bandwidth * 1e9, 100e-6),
+            settings=given_settings(context),
+            config=config,
+            goodput=goodput or [],
+            seed=seed,
+            json_file=json,
+        )
+    )
+    raise typer.Exit(status)
+
+
 @app.command(cls=settings_command("router"))
 def router(context: typer.Context, config: Config = None) -> None:
     """One router: OpenAI HTTP and gRPC for clients, in front of any number of workers."""

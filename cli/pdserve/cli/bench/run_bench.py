@@ -147,13 +147,13 @@ def run_bench(options: BenchOptions) -> int:
         sys.stderr.write("interrupted: requests in flight and those not yet sent are not counted\n")
     for table in tables(summary):
         Console().print(table)
-    _show_errors(records)
+    show_errors(records)
     if options.json_file is not None:
-        _write(options.json_file, as_json(summary, conditions, records if options.save_requests else None))
+        write_report(options.json_file, as_json(summary, conditions, records if options.save_requests else None))
     if options.html_file or options.plots_folder:
         pictures = plots(records)
         if options.html_file is not None:
-            _write(options.html_file, as_html(summary, conditions, pictures))
+            write_report(options.html_file, as_html(summary, conditions, pictures))
         if options.plots_folder is not None:
             write_plots(pictures, options.plots_folder)
     if not completed:
@@ -182,7 +182,8 @@ def parse_extra_body(text: str | None) -> dict[str, Any]:
         raise ConfigError(f"--extra-body is not a JSON object: {error}") from error
 
 
-def _write(path: Path, text: str) -> None:
+def write_report(path: Path, text: str) -> None:
+    """Raises: ConfigError."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -293,7 +294,8 @@ def _load_tokenizer(options: BenchOptions, model: str | None, root: str | None) 
     raise ConfigError(f"the server names no folder of {model!r} on this machine: --tokenizer is needed")
 
 
-def _show_errors(records: list[RequestRecord]) -> None:
+def show_errors(records: list[RequestRecord]) -> None:
+    """Print the first errors that differ."""
     messages = (f"{record.error}: {record.error_message}" for record in records if record.error is not None)
     for message in islice(dict.fromkeys(messages), MAX_SHOWN_ERRORS):
         sys.stderr.write(f"{message}\n")

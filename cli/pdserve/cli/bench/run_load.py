@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pdserve.cli.bench.endpoints import Endpoint, Prompt, RequestFailed
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
 from pdserve.cli.bench.traces.trace_text import Said, TraceTexts, continues
+from pdserve.common import clock
 
 Decode = Callable[[list[int]], str]
 
@@ -111,7 +111,7 @@ class LoadRun:
 
     async def run(self, sessions: Iterable[TraceSession], plan: LoadPlan) -> None:
         """Send all sessions and return when all have ended. Cancellation ends those in flight."""
-        self._start = time.perf_counter()
+        self._start = clock.monotonic()
         iterator = iter(sessions)
         if plan.requests_per_s is None and plan.concurrency is not None and not plan.follows_trace:
             async with asyncio.TaskGroup() as group:
@@ -222,4 +222,4 @@ class LoadRun:
         return answer if record.error is None else None
 
     def _now(self) -> float:
-        return time.perf_counter() - self._start
+        return clock.monotonic() - self._start

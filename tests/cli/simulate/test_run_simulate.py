@@ -1,0 +1,79 @@
+"""`pdserve simulate`: a trace on a fleet in virtual time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
+from pdserve.common.errors import ConfigError
+from pdserve.simulator.step_times import Chunk, LinearStepTimes
+from pdserve.simulator.virtual_transfer import Link
+
+TIMES = LinearStepTimes(0.010, 0.0001)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> SimulateOptions:
+    """Ten requests, one per second, in pairs with the same prompt."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 1000 * number, "input_length": 160, "output_length": 9, "hash_ids": [1000 + number // 2], "block_size": 160}
+        for number in range(10)
+    ]  # fmt: skip
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return SimulateOptions(
+        trace=trace, trace_format=None, num_sessions=100, trace_speed=1.0, trace_scale=1, num_prefill=1, num_decode=1,
+        times=TIMES, link=Link(1e9, 1e-4), settings={"num_blocks": 500}, config=None, goodput=["ttft:20"], seed=0,
+        json_file=tmp_path / "out.json",
+    )  # fmt: skip
+
+
+def figures(options: SimulateOptions) -> dict[str, Any]:
+    assert run_simulate(options) == 0
+    assert options.json_file is not None
+    return dict(json.loads(options.json_file.read_text()))
+
+
+def test_figures_are_those_of_the_given_step_times(options: SimulateOptions) -> None:
+    found = figures(options)
+    assert (found["completed"], found["failed"]) == (10, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (1600, 90)
+    # the second of a pair computes the last block of its prompt only
+    assert found["total_cached_tokens"] == 5 * 144
+    first_ms, cached_ms = (1e3 * TIMES.step_s([chunk]) for chunk in (Chunk(160, 0), Chunk(16, 144)))
+    assert first_ms < found["max_ttft_ms"] < first_ms + 2
+    assert cached_ms < found["min_ttft_ms"] < cached_ms + 2
+    assert found["median_itl_ms"] == pytest.approx(1e3 * TIMES.step_s([Chunk(1, 165)]), rel=0.01)
+    assert found["request_goodput"] * found["duration"] == pytest.approx(5)
+
+
+def test_a_run_repeats_exactly(options: SimulateOptions) -> None:
+    crowded = replace(options, trace_speed=50.0, num_prefill=2, num_decode=2)
+    runs = [figures(crowded) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0]["max_ttft_ms"] > runs[0]["min_ttft_ms"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_sessions": 0}, "--num is 0, at least 1 is needed"),
+        ({"trace_speed": 0.0}, "--trace-speed is 0, above 0 is needed"),
+        ({"trace_scale": 0}, "--trace-scale is 0, at least 1 is needed"),
+        ({"trace_scale": 7}, "blocks of 160 tokens cannot be divided by 7"),
+        ({"times": LinearStepTimes(-0.001, 0.1)}, "--step-ms is -1, at least 0 is needed"),
+        ({"times": LinearStepTimes(0.0, 0.0)}, "--step-ms and --token-us are 0"),
+        ({"link": Link(0.0, 0.0)}, "--bandwidth is 0, above 0 is needed"),
+        ({"settings": {"num_blocks": 0}}, "num_blocks is 0"),
+        ({"trace": Path("/nowhere")}, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(options: SimulateOptions, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_simulate(replace(options, **changes))
+    assert message in caught.value.message
