@@ -59,7 +59,7 @@ def test_a_request_that_waits_for_the_start_ends_at_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(grammar_waits, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(grammar_waits, "clock", SimpleNamespace(monotonic=lambda: now))
     compiler = make_compiler()
     compiler.is_starting = True
     monkeypatch.setattr(compiler, "submit", lambda job: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -372,3 +373,21 @@ def test_i15_no_wrong_answer_is_ever_visible(make_engine: MakeEngine, num_faults
 def test_a_shared_store_is_a_store() -> None:
     with pytest.raises(ValueError, match="shares_block_store is True, which needs has_block_store"):
         EngineConfig(shares_block_store=True)
+
+
+def test_what_a_store_has_lost_in_silence_is_written_again(make_engine: MakeEngine, written: SharedBlocks) -> None:
+    engine = make_engine(**TINY, store=written)
+    fill(engine, 30)
+    assert books(engine).num_read == 7
+    lost, written.blocks = written.blocks, {}
+    find = written.find
+
+    def fail(names: Sequence[bytes]) -> list[bytes]:
+        raise OSError("it is away")
+
+    written.find = fail  # type: ignore[method-assign]
+    fill(engine, 40)
+    written.find = find  # type: ignore[method-assign]
+    # what the pool has of them is driven out, into host memory
+    fill(engine, 34, 35, 36)
+    assert len(lost.keys() & written.blocks.keys()) >= 5

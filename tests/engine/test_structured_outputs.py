@@ -406,7 +406,7 @@ def test_a_grammar_has_its_whole_time_after_a_long_wait_for_its_turn(
     make: Make, held: HeldCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(grammar_waits, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(grammar_waits, "clock", SimpleNamespace(monotonic=lambda: now))
     engine = make(grammars=held, grammar_timeout_s=10.0)
     first = engine.add(PROMPT, eos=(EOS,), params=asked(choice=["yes"]))
     late = engine.add(PROMPT, eos=(EOS,), params=asked(choice=["no"]))

@@ -69,7 +69,7 @@ def world() -> World:
 
 def test_crash_guard_wears_off_and_is_bounded(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("pdserve.router.attempts.crash_guard.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pdserve.router.attempts.crash_guard.clock.monotonic", lambda: now[0])
     monkeypatch.setattr(crash_guard, "_MAX_ENTRIES", 2)
     refused = DenyList()
     refused.check(ALICE, b"a")

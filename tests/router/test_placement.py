@@ -348,7 +348,7 @@ def test_the_estimates_are_what_the_formulas_say():
 
 def test_the_account_is_its_own_calls_and_what_reports_show_beyond_them(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_module, "clock", SimpleNamespace(monotonic=lambda: now[0]))
     it = worker("x", num_waiting_tokens=160, num_running=2, blocks_in_use=20)
     assert (it.waiting_tokens, it.num_requests, it.held_blocks) == (160, 2, 20)
     first = it.reserve(LoadEstimate(calls=1, tokens=32, all_blocks=10, new_blocks=2))

@@ -489,7 +489,7 @@ async def test_large_events_end_the_stream_of_a_router_that_reads_nothing(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     full, now = list[bool](), 0.0
-    monkeypatch.setattr(step_outbox, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(step_outbox, "clock", SimpleNamespace(monotonic=lambda: now))
     outbox = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20)
     call = StepCall(1, outbox, lambda _: None)
     for position in range(20):

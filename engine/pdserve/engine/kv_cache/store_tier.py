@@ -87,8 +87,8 @@ class StoreTier:
         return gone
 
     def entered_host(self, name: bytes) -> None:
-        """A block has entered the host-memory tier. A shared store may lose blocks without a report; it is asked first."""
-        if self.is_shared or name not in self._names:
+        """A block has entered the host-memory tier."""
+        if name not in self._names:
             self._unwritten[name] = None
 
     def left_host(self, name: bytes) -> None:
@@ -130,6 +130,10 @@ class StoreTier:
         gone = self._lose(dict.fromkeys(names))
         self.num_failed += len(gone)
         return gone
+
+    def fell_silent(self) -> None:
+        """A shared store has not answered, and may have lost everything: what enters host memory from now on is written again."""
+        self._names.clear()
 
     def forget(self, *, keeps_names: bool = False) -> list[bytes]:
         """Forget what has to be written, since host memory has forgotten it, and unless `keeps_names` every block: the store is

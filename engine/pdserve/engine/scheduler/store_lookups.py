@@ -96,6 +96,8 @@ class StoreLookups:
             self._store.num_found += len(end.found)
         else:
             self._silent_until = clock.monotonic() + SILENT_S
+            if self._store is not None:
+                self._store.fell_silent()
         if lookup.request is None:
             return []
         del self._by_request[lookup.request.request_id]
