@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -38,6 +39,10 @@ from pdserve.worker.worker import Worker
 CALLS = {WorkerRole.PREFILL: prefill_calls, WorkerRole.DECODE: decode_calls}
 MEET_S = 60.0
 """Virtual seconds for the router to meet all workers."""
+NOT_SIMULATED = MappingProxyType(
+    {"kv_host_mib": 0, "speculative_config": None, "enable_lora": False, "tensor_parallel_size": 1}
+)
+"""Settings of workers that a simulation refuses -> the values that it takes."""
 _ONE_ROLE = ConfigError("workers of a simulation are started for one role")
 
 
@@ -71,6 +76,7 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
         stack.enter_context(transported_by(MemoryRpc(plan.latency_s)))
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for each in plan.workers:
+            _verify(each.settings)
             outline = load_outline(plan.folder, each.settings)
             for _ in range(each.count):
                 worker = _worker(each, outline, time)
@@ -95,6 +101,13 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
         if await fleet.wait_for_worker(have_met, MEET_S) is None:
             raise InternalError(f"the router has not met all workers within {MEET_S:g} s")
         yield inference
+
+
+def _verify(settings: WorkerSettings) -> None:
+    """Raises: ConfigError for what is not simulated, and would change the times."""
+    for name, default in NOT_SIMULATED.items():
+        if (value := getattr(settings, name)) != default:
+            raise ConfigError(f"{name} is {value!r}, which is not simulated yet")
 
 
 def _worker(plan: WorkerPlan, outline: LoadedModel, time: VirtualTime) -> Worker:

@@ -70,6 +70,8 @@ def test_a_run_repeats_exactly(options: SimulateOptions) -> None:
         ({"times": LinearStepTimes(0.0, 0.0)}, "--step-ms and --token-us are 0"),
         ({"link": Link(0.0, 0.0)}, "--bandwidth is 0, above 0 is needed"),
         ({"settings": {"num_blocks": 0}}, "num_blocks is 0"),
+        ({"settings": {"num_blocks": 500, "kv_host_mib": 7}}, "kv_host_mib is 7, which is not simulated yet"),
+        ({"settings": {"num_blocks": 500, "tensor_parallel_size": 2}}, "tensor_parallel_size is 2, which is not"),
         ({"trace": Path("/nowhere")}, "/nowhere"),
     ],
 )
