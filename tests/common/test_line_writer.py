@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
 
 from pdserve.common.telemetry.line_writer import LineFile, LineWriter
+from tests.support.run.full_disk import full_disk
 from tests.support.run.waiting import wait_until
 
 
@@ -36,17 +35,8 @@ def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(
 ) -> None:
     """Other processes may have appended to the file since, so that nothing of it is taken away."""
     path = tmp_path / "log"
-    real, room = os.write, [5]
-
-    def write(file: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        num = real(file, data[: room[0]])
-        room[0] -= num
-        return num
-
     writer = LineWriter("a_log", LineFile(path), encode, max_waiting=100)
-    monkeypatch.setattr("pdserve.common.telemetry.line_writer.os.write", write)
+    room = full_disk(monkeypatch, 5)
     for text in ("one", "two", "three"):
         writer.put(text)
     wait_until(lambda: sum(writer.counts.values()) == 3, "the writer's thread")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import stat
 import threading
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import ADMITTED, forever, play
 from tests.support.engine.settings_with import settings_with
+from tests.support.run.full_disk import full_disk
 from tests.support.run.waiting import HANG_S, wait_until
 
 BLOCK = 16
@@ -280,18 +280,8 @@ def test_a_file_that_was_moved_is_opened_again(tmp_path: Path) -> None:
 def test_a_full_disk_costs_lines_and_leaves_no_half_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room = [250]
-
-    def write(file: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        num = real(file, data[: room[0]])
-        room[0] -= num
-        return num
-
-    real = os.write
     recorded = Recorded(tmp_path / "record")
-    monkeypatch.setattr("pdserve.common.telemetry.line_writer.os.write", write)
+    room = full_disk(monkeypatch, 250)
     for _ in range(20):
         recorded.end()
     wait_until(lambda: sum(recorded.record.counts.values()) == 20, "the writer's thread")

@@ -10,19 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.cli.bench.endpoints import Prompt
+from pdserve.cli.simulate.fleet_endpoint import FleetEndpoint
 from pdserve.common.errors import ConfigError
-from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.models.model_folder import model_folder
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import ClientRequest
 from pdserve.simulator.step_times import Chunk, LinearStepTimes
 from pdserve.simulator.virtual_fleet import FleetPlan, WorkerPlan, running_fleet
 from pdserve.simulator.virtual_time import VirtualTime, run_virtually
 from pdserve.simulator.virtual_transfer import Link
-from pdserve.text.prompt import TokenInput
 
 TIMES = LinearStepTimes(base_s=0.020, token_s=0.0002)
 LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
@@ -52,20 +51,13 @@ class Answer:
 
 
 async def ask(router: Inference, virtual: VirtualTime, prompt: list[int], num_tokens: int) -> Answer:
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    request = ClientRequest(
-        request_id="", prompt_token_ids=[], sampling_params=params, prompt=TokenInput(prompt), field="prompt",
-        max_tokens=num_tokens, timeout_s=600.0,
-    )  # fmt: skip
     began = virtual.now_s
     times: list[float] = []
     token_ids: list[int] = []
-    async with router.generation([request], stream=True) as generation:
-        while not generation.stream.ended or not times or len(token_ids) < num_tokens:
-            await generation.stream.until_ready()
-            for output in generation.stream.take_now():
-                token_ids += output.token_ids
-                times.append(virtual.now_s - began)
+    async for chunk in FleetEndpoint(router, timeout_s=600.0).stream(Prompt("", prompt, []), num_tokens):
+        if chunk.has_output:
+            token_ids += chunk.token_ids
+            times.append(virtual.now_s - began)
     return Answer(token_ids, times[0], times[-1])
 
 

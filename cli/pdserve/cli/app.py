@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pdserve.cli.bench.command import bench
+from pdserve.cli.bench.trace_options import TraceFormatOption, TraceScale, TraceSpeed
 from pdserve.cli.clients.client_commands import chat, drain, generate, role, top, trace
 from pdserve.cli.exit_status import EXIT_CONFIG, EXIT_FAILED
 from pdserve.cli.settings_command import FlagsWithValues, given_settings, settings_command
@@ -104,12 +105,9 @@ def simulate(
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     config: Config = None,
     num: Annotated[int, typer.Option(help="Sessions of the trace.")] = 100,
-    trace_format: Annotated[
-        Literal["mooncake", "azure", "weka", "servegen"] | None,
-        typer.Option(help="Format of the trace. Default: told by its content.", show_default=False),
-    ] = None,
-    trace_speed: Annotated[float, typer.Option(help="Factor on the trace's speed.")] = 1.0,
-    trace_scale: Annotated[int, typer.Option(help="Divisor of the trace's lengths.")] = 1,
+    trace_format: TraceFormatOption = None,
+    trace_speed: TraceSpeed = 1.0,
+    trace_scale: TraceScale = 1,
     step_ms: Annotated[float, typer.Option(help="Milliseconds of each step.")] = 10.0,
     token_us: Annotated[float, typer.Option(help="Microseconds for each token that a step computes.")] = 100.0,
     attended_ns: Annotated[

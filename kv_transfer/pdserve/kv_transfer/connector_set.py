@@ -201,6 +201,14 @@ class ConnectorSet:
             other.close()
 
 
+def join_shapes(of_shapes: Sequence[ConnectorSet]) -> ConnectorSet:
+    """The connectors of the first shape, joined with those of the others. Raises: ConfigError if they have none in common."""
+    first, *others = of_shapes
+    names = {name for name in first.names if all(name in other.names for other in others)}
+    first.join({(0, shape): other for shape, other in enumerate(others, 1)}, names)
+    return first
+
+
 class Grants:
     """A `Grant` on several connectors."""
 

@@ -12,7 +12,7 @@ from pdserve.common.security.block_digest import XXH3
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.kv_transfer.connector import BlockConnector
-from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.connector_set import ConnectorSet, join_shapes
 from pdserve.kv_transfer.landing_ring import RingConnector
 from pdserve.kv_transfer.memory.device_digests import DigestBlocks, device_digests
 from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
@@ -69,15 +69,13 @@ def serve_pools(
 ) -> tuple[ConnectorSet, list[PoolMemory]]:
     """Connectors that serve the pools of one rank, one per shape of blocks, and the pools. Each pool has connectors of its own,
     which the first one's are joined with. Raises: ConfigError."""
-    first, *others = (make_connectors(settings, shape=number, tls=tls) for number in range(len(kv_caches)))
+    of_shapes = [make_connectors(settings, shape=number, tls=tls) for number in range(len(kv_caches))]
     ring_bytes = (settings.limits.kv_ring_mib << 20) // len(kv_caches)
     pools = [
         serve_pool(connectors, kv_cache, ring_bytes, settings.kernels)
-        for connectors, kv_cache in zip((first, *others), kv_caches, strict=True)
+        for connectors, kv_cache in zip(of_shapes, kv_caches, strict=True)
     ]
-    names = {name for name in first.names if all(name in other.names for other in others)}
-    first.join({(0, shape): other for shape, other in enumerate(others, 1)}, names)
-    return first, pools
+    return join_shapes(of_shapes), pools
 
 
 def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int, kernels: str = "auto") -> PoolMemory:

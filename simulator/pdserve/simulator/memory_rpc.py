@@ -17,6 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pdserve.common.method_handler import behaviour_of, generates
+
 LATENCY_S = 50e-6
 """Default seconds from one service to another."""
 _PEER = "ipv4:127.0.0.1:1"
@@ -74,34 +76,21 @@ class _Pipe:
 class _Context:
     """A handler's side of a call: what handlers here use of `grpc.aio.ServicerContext`."""
 
-    def __init__(
-        self, metadata: Sequence[tuple[str, str | bytes]], answers: _Pipe, serialize: Callable[[Any], bytes]
-    ) -> None:
+    def __init__(self, metadata: Sequence[tuple[str, str | bytes]], answers: _Pipe) -> None:
         self._metadata = tuple(metadata)
         self._answers = answers
-        self._serialize = serialize
-        self._trailing: tuple[tuple[str, str | bytes], ...] = ()
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self._metadata
 
     def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        return self._trailing
-
-    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        self._trailing = tuple(metadata)
-
-    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        """No caller here reads it."""
+        return ()
 
     def peer(self) -> str:
         return _PEER
 
     def auth_context(self) -> dict[str, Any]:
         return {}
-
-    async def write(self, message: Any) -> None:
-        self._answers.send(self._serialize(message))
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
@@ -202,23 +191,20 @@ def _intercepted(interceptor: grpc.aio.ServerInterceptor, continuation: Callable
 async def _handle(handler: Any, metadata: Sequence[tuple[str, str | bytes]], asked: _Pipe, answers: _Pipe) -> None:
     parse = handler.request_deserializer or _unchanged
     serialize = handler.response_serializer or _unchanged
-    context = _Context(metadata, answers, serialize)
+    context = _Context(metadata, answers)
 
     async def requests() -> AsyncIterator[Any]:
         while (message := await asked.receive()) is not _END:
             yield parse(message)
 
-    behaviour = next(
-        b for b in (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream) if b
-    )
     if handler.request_streaming:
         request: Any = requests()
     elif (message := await asked.receive()) is _END:
         raise _Failure(grpc.StatusCode.INTERNAL, "the call has no request")
     else:
         request = parse(message)
-    answer = behaviour(request, context)
-    if hasattr(answer, "__aiter__"):
+    answer = behaviour_of(handler)(request, context)
+    if generates(handler):
         async for response in answer:
             answers.send(serialize(response))
     elif (response := await answer) is not None:
@@ -266,9 +252,6 @@ class _Call:
         self._end(_Failure(grpc.StatusCode.CANCELLED, "the call was cancelled"))
         return True
 
-    def cancelled(self) -> bool:
-        return self._is_cancelled
-
     def done(self) -> bool:
         return self._answers.is_over or self._is_cancelled
 
@@ -298,13 +281,6 @@ class _Call:
     def _finish(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self._all()
-
-    async def _all(self) -> AsyncIterator[Any]:
-        while (message := await self.read()) is not grpc.aio.EOF:
-            yield message
 
     async def only_answer(self, request: Any) -> Any:
         await self.write(request)

@@ -21,7 +21,7 @@ from pdserve.decode.decode_servicer import decode_calls
 from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
 from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_outline
-from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.connector_set import ConnectorSet, join_shapes
 from pdserve.prefill.prefill_servicer import prefill_calls
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.requests.inference import Inference
@@ -119,8 +119,8 @@ def _worker(plan: WorkerPlan, outline: LoadedModel, time: VirtualTime) -> Worker
     ]
     for each, pool in zip(connectors, pools, strict=True):
         each.serve(pool)
-    connectors[0].join({(0, shape): other for shape, other in enumerate(connectors[1:], 1)}, ("tcp",))
-    transfers = WorkerTransfers(settings, TransferMemory(outline.layout, connectors[0], pools), DEVELOPMENT_KEY)
+    memory = TransferMemory(outline.layout, join_shapes(connectors), pools)
+    transfers = WorkerTransfers(settings, memory, DEVELOPMENT_KEY)
     source = VirtualEngine(outline, settings, DEVELOPMENT_KEY, time, plan.times, transfers)
     engine = InprocClient(
         source, in_event_loop(asyncio.get_running_loop()), transfers, lambda _: ENGINE_FAILED, engine_thread_of(time)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.cli.bench.trace_options import TraceFormat
 from pdserve.cli.bench.traces import trace_file
-from pdserve.cli.bench.traces.read_trace import TraceFormat, format_of, read_trace
+from pdserve.cli.bench.traces.read_trace import format_of, read_trace
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
 from pdserve.cli.bench.traces.trace_text import TraceText
 from pdserve.common.errors import ConfigError

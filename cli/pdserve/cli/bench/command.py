@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from pdserve.cli.bench.trace_options import TraceFormatOption, TraceScale, TraceSpeed
 from pdserve.cli.clients.client_options import (
     DEFAULT_HTTP_URL,
     DEFAULT_URL,
@@ -54,16 +55,9 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    trace_format: Annotated[
-        Literal["mooncake", "azure", "weka", "servegen"] | None,
-        typer.Option(help="Format of the trace. Default: told by its content.", show_default=False),
-    ] = None,
-    trace_speed: Annotated[
-        float, typer.Option(help="Factor on the trace's speed; 2 replays it in half the time.")
-    ] = 1.0,
-    trace_scale: Annotated[
-        int, typer.Option(help="Divisor of the trace's lengths, and of its blocks, so that prefixes stay shared.")
-    ] = 1,
+    trace_format: TraceFormatOption = None,
+    trace_speed: TraceSpeed = 1.0,
+    trace_scale: TraceScale = 1,
     max_think: Annotated[
         float | None,
         typer.Option(

@@ -24,7 +24,8 @@ from pdserve.cli.bench.endpoints import Endpoint, GrpcEndpoint, OpenAIEndpoint, 
 from pdserve.cli.bench.report import as_html, as_json, plots, tables, write_plots
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
-from pdserve.cli.bench.traces.read_trace import TraceFormat, read_trace
+from pdserve.cli.bench.trace_options import TraceFormat
+from pdserve.cli.bench.traces.read_trace import fitted, read_trace
 from pdserve.cli.bench.traces.trace import TraceSession
 from pdserve.cli.bench.traces.trace_text import MAX_DRAWN_TOKENS, DrawTokens, TraceTexts
 from pdserve.cli.bench.workload import Shape, random_sessions
@@ -126,15 +127,7 @@ def run_bench(options: BenchOptions) -> int:
     _prepare_plots(options)
     model, root = (options.model, None) if options.api == "grpc" else _served_model(options)
     tokenizer = _load_tokenizer(options, model, root)
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    with progress_bar() as progress:
         try:
             records, completed = asyncio.run(_run(options, model or "", tokenizer, progress))
         except asyncio.CancelledError:
@@ -159,6 +152,12 @@ def run_bench(options: BenchOptions) -> int:
     if not completed:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if summary.failures else 0
+
+
+def progress_bar() -> Progress:
+    """Of requests; it vanishes at the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _prepare_plots(options: BenchOptions) -> None:
@@ -240,11 +239,7 @@ def _sessions(options: BenchOptions) -> list[TraceSession]:
     )
     if not sessions:
         raise ConfigError(f"--trace is {options.trace}, which has no requests")
-    try:
-        sessions = [session.scaled(options.trace_scale) for session in sessions]
-    except ConfigError as error:
-        raise ConfigError(f"--trace-scale is {options.trace_scale}: {error.message}") from error
-    return [session.timed(options.trace_speed, options.max_think_s) for session in sessions]
+    return fitted(sessions, options.trace_scale, options.trace_speed, options.max_think_s)
 
 
 def make_draw_tokens(tokenizer: Tokenizer) -> DrawTokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Mapping
@@ -11,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from pdserve.cli.bench.report import as_json, tables
-from pdserve.cli.bench.run_bench import make_draw_tokens, show_errors, write_report
+from pdserve.cli.bench.run_bench import make_draw_tokens, progress_bar, show_errors, write_report
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
-from pdserve.cli.bench.traces.read_trace import TraceFormat, read_trace
+from pdserve.cli.bench.trace_options import TraceFormat
+from pdserve.cli.bench.traces.read_trace import fitted, read_trace
 from pdserve.cli.bench.traces.trace import TraceSession
 from pdserve.cli.bench.traces.trace_text import TraceTexts
 from pdserve.cli.exit_status import EXIT_FAILED
@@ -97,7 +97,7 @@ class SimulateOptions:
         read = read_trace(self.trace, self.num_sessions, trace_format=self.trace_format, seed=self.seed)
         if not read:
             raise ConfigError(f"{self.trace} has no requests")
-        return [session.scaled(self.trace_scale).timed(self.trace_speed, float("inf")) for session in read]
+        return fitted(read, self.trace_scale, self.trace_speed, float("inf"))
 
 
 def run_simulate(options: SimulateOptions) -> int:
@@ -107,8 +107,7 @@ def run_simulate(options: SimulateOptions) -> int:
     plan, sessions = options.fleet(), options.sessions()
     random.seed(options.seed)  # the product draws the jitter of its waits
     began = time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         records = run_virtually(lambda virtual: _run(plan, sessions, options.seed, progress, virtual))
     summary = Summary.of(records, targets)
     for table in tables(summary):
@@ -133,5 +132,4 @@ async def _run(
             on_end=lambda record: progress.advance(task),
         )  # fmt: skip
         await run.run(sessions, LoadPlan(follows_trace=True, seed=seed))
-        await asyncio.sleep(0)
     return run.records

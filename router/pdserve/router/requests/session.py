@@ -198,7 +198,7 @@ class SessionPromptTask(PromptTask):
             reservation.end()
 
     def _record_blocks(self, request: GenerationRequest, layout: KvLayout) -> None:
-        """Record the blocks of the whole session, of which the last turn's tokens are not hashed yet."""
+        """Record the blocks of the whole session; the last turn's tokens are not hashed yet."""
         session = self._session
         whole = msgspec.structs.replace(request, prompt_token_ids=[*session.token_ids, *request.prompt_token_ids])
         cache = self._request.cache

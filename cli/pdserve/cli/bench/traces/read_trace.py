@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from pdserve.cli.bench.trace_options import TraceFormat
 from pdserve.cli.bench.traces.azure import HEADER, read_azure
 from pdserve.cli.bench.traces.mooncake import read_mooncake
 from pdserve.cli.bench.traces.servegen import is_servegen, read_servegen
@@ -17,7 +18,6 @@ from pdserve.cli.bench.traces.trace_file import first_bytes, unreadable
 from pdserve.cli.bench.traces.weka import read_weka
 from pdserve.common.errors import ConfigError
 
-TraceFormat = Literal["mooncake", "azure", "weka", "servegen"]
 _LOOKED_AT_BYTES = 4096
 _IN_ANY_ORDER: Mapping[TraceFormat, Callable[[Path], Iterator[TraceSession]]] = {
     "mooncake": read_mooncake,
@@ -27,7 +27,7 @@ _IN_ANY_ORDER: Mapping[TraceFormat, Callable[[Path], Iterator[TraceSession]]] = 
 
 
 def read_trace(path: Path, num: int, *, trace_format: TraceFormat | None = None, seed: int = 0) -> list[TraceSession]:
-    """The first `num` sessions by their start, of which the first one begins at 0.
+    """The first `num` sessions by their start; the first one begins at 0.
 
     path: a file, or a folder of WEKA's sessions or of ServeGen's clients. trace_format: None to tell it from the content. seed: for
     what is drawn. Raises: ConfigError naming the file, its line, the field and its value.
@@ -41,6 +41,15 @@ def read_trace(path: Path, num: int, *, trace_format: TraceFormat | None = None,
         sessions = [*islice((session for session in found if session.steps), num)]
     first_s = sessions[0].start_s if sessions else 0.0
     return [replace(session, start_s=session.start_s - first_s) for session in sessions]
+
+
+def fitted(sessions: Iterable[TraceSession], scale: int, speed: float, max_think_s: float) -> list[TraceSession]:
+    """As `TraceSession.scaled` and `timed`. Raises: ConfigError for a scale that does not divide the blocks."""
+    try:
+        scaled = [session.scaled(scale) for session in sessions]
+    except ConfigError as error:
+        raise ConfigError(f"--trace-scale is {scale}: {error.message}") from error
+    return [session.timed(speed, max_think_s) for session in scaled]
 
 
 def format_of(path: Path) -> TraceFormat:
