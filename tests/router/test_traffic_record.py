@@ -128,8 +128,10 @@ async def test_requests_that_fail_have_their_cause_and_refused_ones_no_line(clus
     assert (await cluster.complete(SECRET, bogus=1)).status_code == 400
     assert (await cluster.complete(SECRET, max_tokens=1 << 20)).status_code == 400
     cluster.of("decode").script = play(ADMITTED, forever)
-    asking = asyncio.create_task(cluster.complete(SECRET))
-    await cluster.of("decode").called()
+    began = asyncio.Event()
+    asking = asyncio.create_task(cluster.streamed(began.set, prompt=SECRET, max_tokens=5))
+    async with asyncio.timeout(HANG_S):
+        await began.wait()
     asking.cancel()
     [told] = await lines(path, 1)
     assert (told["outcome"], told["output_length"], told["attempts"]) == ("cancelled", 1, 1)
