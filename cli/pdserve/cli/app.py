@@ -108,12 +108,32 @@ def simulate(
     trace_format: TraceFormatOption = None,
     trace_speed: TraceSpeed = 1.0,
     trace_scale: TraceScale = 1,
-    step_ms: Annotated[float, typer.Option(help="Milliseconds of each step.")] = 10.0,
-    token_us: Annotated[float, typer.Option(help="Microseconds for each token that a step computes.")] = 100.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Times of steps and transfers, as `pdserve profile` writes them.", show_default=False),
+    ] = None,
+    level: Annotated[
+        Literal["low", "median", "high"],
+        typer.Option(help="Which of the profile's times: those that a tenth was below or above, or the median."),
+    ] = "median",
+    step_ms: Annotated[
+        float | None,
+        typer.Option(help="Milliseconds of each step, without a profile. Default: 10.", show_default=False),
+    ] = None,
+    token_us: Annotated[
+        float | None,
+        typer.Option(help="Microseconds for each token that a step computes. Default: 100.", show_default=False),
+    ] = None,
     attended_ns: Annotated[
-        float, typer.Option(help="Nanoseconds for each earlier token that a computed token attends to.")
-    ] = 0.0,
-    bandwidth: Annotated[float, typer.Option(help="Gigabytes per second into a worker.")] = 1.0,
+        float | None,
+        typer.Option(
+            help="Nanoseconds for each earlier token that a computed token attends to. Default: 0.", show_default=False
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Gigabytes per second into a worker. Default: the profile's, else 1.", show_default=False),
+    ] = None,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Target in milliseconds, as of `pdserve bench`.", show_default=False)
     ] = None,
@@ -124,10 +144,13 @@ def simulate(
 
     Nothing is computed, and no weights are read.
     """
+    from pdserve.cli.simulate.device_times import DeviceOptions
     from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
-    from pdserve.simulator.step_times import LinearStepTimes
-    from pdserve.simulator.virtual_transfer import Link
 
+    device = DeviceOptions(
+        profile=profile, level=level, step_ms=step_ms, token_us=token_us, attended_ns=attended_ns, bandwidth=bandwidth
+    )
+    times, link = device.times()
     status = run_simulate(
         SimulateOptions(
             trace=trace,
@@ -137,8 +160,8 @@ def simulate(
             trace_scale=trace_scale,
             num_prefill=prefill,
             num_decode=decode,
-            times=LinearStepTimes(step_ms / 1e3, token_us / 1e6, attended_ns / 1e9),
-            link=Link(bandwidth * 1e9, 100e-6),
+            times=times,
+            link=link,
             settings=given_settings(context),
             config=config,
             goodput=goodput or [],

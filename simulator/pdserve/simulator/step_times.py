@@ -14,6 +14,8 @@ class Chunk(NamedTuple):
     """Tokens that it computes."""
     num_before: int
     """Tokens of the sequence that were computed before, and that these attend to."""
+    num_outputs: int = 0
+    """Tokens that are sampled after it: one at the end of a prompt, one for each sequence that continues the prompt."""
 
 
 class StepTimes(Protocol):

@@ -76,9 +76,10 @@ class VirtualExecutor:
         chunks, output = [], ModelRunnerOutput()
         for request_id, count in scheduled.num_scheduled_tokens.items():
             sequence = self._sequences[request_id]
-            chunks.append(Chunk(count, sequence.num_computed))
+            is_last = sequence.num_computed + count == sequence.num_known
+            chunks.append(Chunk(count, sequence.num_computed, sequence.num_sequences if is_last else 0))
             sequence.num_computed += count
-            if sequence.num_computed == sequence.num_known:
+            if is_last:
                 for number in range(sequence.num_sequences):
                     output.req_ids.append(request_id)
                     output.sampled_token_ids.append([self._token(sequence, number)])

@@ -107,7 +107,7 @@ def test_a_record_is_read_by_arrival_with_its_block_size_and_without_its_other_f
         (MOONCAKE | {"block_size": 0}, "block_size is 0, 1 to"),
         (MOONCAKE | {"hash_ids": [1, "a"]}, r"Expected `int`, got `str` - at `\$.hash_ids\[1\]`"),
         ({"timestamp": 0, "input_length": 5}, "missing required field `output_length`"),
-        (MOONCAKE | {"input_length": 600, "hash_ids": [1]}, "hash_ids has 1 entries for 600 tokens, 2 blocks of 512"),
+        (MOONCAKE | {"input_length": 1100, "hash_ids": [1]}, "hash_ids has 1 entries for 1100 tokens, 3 blocks of 512"),
         ([1, 2], "Expected `object`"),
     ],
 )
