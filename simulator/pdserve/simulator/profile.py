@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from pdserve.common.errors import ConfigError
-from pdserve.simulator.step_times import Chunk
+from pdserve.simulator.step_times import Chunk, StepTimes
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
@@ -244,7 +244,7 @@ def _filled(grid: np.ndarray) -> np.ndarray:
     return grid
 
 
-class ProfileStepTimes:
+class ProfileStepTimes(StepTimes):
     """The `StepTimes` of a profile."""
 
     def __init__(self, profile: Profile, level: Level = "median") -> None:
@@ -275,19 +275,22 @@ class ProfileStepTimes:
                 factors[mix] = seconds / apart_s
         self._mixing = _Mixing(factors) if factors else None
 
-    def step_s(self, chunks: Sequence[Chunk]) -> float:
-        parts = [chunk for chunk in chunks if chunk.num_tokens > 1]
-        singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
-        in_parts = sum(part.num_tokens for part in parts)
-        seconds = self._tokens(in_parts + len(singles))
-        if num_outputs := sum(chunk.num_outputs for chunk in chunks):
+    def batch_s(self, parts: Sequence[Chunk], num_singles: int, num_before: int) -> float:
+        num_outputs = num_singles + sum(part.num_outputs for part in parts)
+        # what is one token is a single one, also if it is the last of a prompt, and nothing of it is sampled
+        chunks = [part for part in parts if part.num_tokens > 1]
+        num_singles += len(parts) - len(chunks)
+        num_before += sum(part.num_before for part in parts if part.num_tokens == 1)
+        in_chunks = sum(chunk.num_tokens for chunk in chunks)
+        seconds = self._tokens(in_chunks + num_singles)
+        if num_outputs:
             seconds += self._outputs(num_outputs)
-        context = sum(single.num_before for single in singles) / len(singles) if singles else 0.0
-        attention_s = self._singles(len(singles), context) if singles else 0.0
-        if parts:
-            attention_s += sum(self._chunks(part.num_tokens, part.num_before) for part in parts)
-            attention_s -= (len(parts) - 1) * self._floor_s
-        if parts and singles and self._mixing is not None:
-            before = sum(part.num_tokens * part.num_before for part in parts) / in_parts
-            attention_s *= self._mixing(_Mix(in_parts, before, len(singles), context))
+        context = num_before / num_singles if num_singles else 0.0
+        attention_s = self._singles(num_singles, context) if num_singles else 0.0
+        if chunks:
+            attention_s += sum(self._chunks(chunk.num_tokens, chunk.num_before) for chunk in chunks)
+            attention_s -= (len(chunks) - 1) * self._floor_s
+        if chunks and num_singles and self._mixing is not None:
+            before = sum(chunk.num_tokens * chunk.num_before for chunk in chunks) / in_chunks
+            attention_s *= self._mixing(_Mix(in_chunks, before, num_singles, context))
         return seconds + attention_s
