@@ -14,6 +14,7 @@ from pdserve.cli.bench.trace_options import TraceFormatOption, TraceScale, Trace
 from pdserve.cli.clients.client_commands import chat, drain, generate, role, top, trace
 from pdserve.cli.exit_status import EXIT_CONFIG, EXIT_FAILED
 from pdserve.cli.settings_command import FlagsWithValues, given_settings, settings_command
+from pdserve.cli.simulate.device_options import AttendedNs, Bandwidth, ProfileOption, StepMs, TokenUs
 from pdserve.common.errors import ConfigError
 
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
@@ -108,36 +109,23 @@ def simulate(
     trace_format: TraceFormatOption = None,
     trace_speed: TraceSpeed = 1.0,
     trace_scale: TraceScale = 1,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Times of steps and transfers, as `pdserve profile` writes them.", show_default=False),
-    ] = None,
+    profile: ProfileOption = None,
     level: Annotated[
         Literal["low", "median", "high"],
         typer.Option(help="Which of the profile's times: those that a tenth was below or above, or the median."),
     ] = "median",
-    step_ms: Annotated[
-        float | None,
-        typer.Option(help="Milliseconds of each step, without a profile. Default: 10.", show_default=False),
-    ] = None,
-    token_us: Annotated[
-        float | None,
-        typer.Option(help="Microseconds for each token that a step computes. Default: 100.", show_default=False),
-    ] = None,
-    attended_ns: Annotated[
-        float | None,
-        typer.Option(
-            help="Nanoseconds for each earlier token that a computed token attends to. Default: 0.", show_default=False
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(help="Gigabytes per second into a worker. Default: the profile's, else 1.", show_default=False),
-    ] = None,
+    step_ms: StepMs = None,
+    token_us: TokenUs = None,
+    attended_ns: AttendedNs = None,
+    bandwidth: Bandwidth = None,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Target in milliseconds, as of `pdserve bench`.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of tokens, and of what the services draw.")] = 0,
+    coarse: Annotated[
+        bool,
+        typer.Option("--coarse", help="Simulate batches in place of sequences: for many workers, or many requests."),
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.", show_default=False)] = None,
 ) -> None:
     """A trace on a fleet in virtual time: the router and workers of `pdserve up`, whose steps take the given times.
@@ -166,10 +154,64 @@ def simulate(
             config=config,
             goodput=goodput or [],
             seed=seed,
+            is_coarse=coarse,
             json_file=json,
         )
     )
     raise typer.Exit(status)
+
+
+@app.command(cls=settings_command("router", "prefill", "decode", without=CHOSEN_BY_UP))
+def plan(
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(help="What `pdserve bench --trace` takes.")],
+    slo: Annotated[
+        list[str],
+        typer.Option(help="Target in seconds that a percentile keeps: ttft_p99=0.3, tpot_p99=0.05, e2el_p95=10."),
+    ],
+    config: Config = None,
+    profile: ProfileOption = None,
+    step_ms: StepMs = None,
+    token_us: TokenUs = None,
+    attended_ns: AttendedNs = None,
+    bandwidth: Bandwidth = None,
+    num: Annotated[int, typer.Option(help="Sessions of the trace.")] = 2000,
+    trace_format: TraceFormatOption = None,
+    trace_speed: TraceSpeed = 1.0,
+    trace_scale: TraceScale = 1,
+    workers: Annotated[int, typer.Option(help="Workers of both roles together, at most.")] = 32,
+    prefill_cost: Annotated[float, typer.Option(help="Cost of a prefill worker, in any unit.")] = 1.0,
+    decode_cost: Annotated[float, typer.Option(help="Cost of a decode worker.")] = 1.0,
+    check: Annotated[
+        int, typer.Option(help="Sessions that are also simulated exactly, to show the coarse mode's error; 0: none.")
+    ] = 100,
+    seed: Annotated[int, typer.Option(help="Of what the services draw.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for values of Helm and commands of Compose, Ray and `up`.", show_default=False),
+    ] = None,
+) -> None:
+    """The cheapest fleet that keeps latency targets under a trace's load."""
+    from pdserve.cli.plan.run_plan import PlanOptions, run_plan
+    from pdserve.cli.plan.targets import Target
+    from pdserve.cli.simulate.device_times import DeviceOptions
+    from pdserve.cli.simulate.run_simulate import SimulateOptions
+
+    device = DeviceOptions(
+        profile=profile, step_ms=step_ms, token_us=token_us, attended_ns=attended_ns, bandwidth=bandwidth
+    )
+    times, link = device.times()
+    load = SimulateOptions(
+        trace=trace, trace_format=trace_format, num_sessions=num, trace_speed=trace_speed, trace_scale=trace_scale,
+        num_prefill=1, num_decode=1, times=times, link=link, settings=given_settings(context), config=config,
+        goodput=[], seed=seed, is_coarse=True, json_file=None,
+    )  # fmt: skip
+    targets = [Target.parse(text) for text in slo]
+    options = PlanOptions(
+        load=load, profile=profile, targets=targets, max_workers=workers, prefill_cost=prefill_cost,
+        decode_cost=decode_cost, num_check=check, folder=out,
+    )  # fmt: skip
+    raise typer.Exit(run_plan(options))
 
 
 @app.command(cls=settings_command("router"))

@@ -46,6 +46,6 @@ class LinearStepTimes(StepTimes):
 
     def batch_s(self, parts: Sequence[Chunk], num_singles: int, num_before: int) -> float:
         num_tokens = num_singles + sum(part.num_tokens for part in parts)
-        attended = num_before + num_singles
+        attended: float = num_before + num_singles
         attended += sum(part.num_tokens * (part.num_before + (part.num_tokens + 1) / 2) for part in parts)
         return self.base_s + self.token_s * num_tokens + self.context_s * attended

@@ -76,7 +76,7 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
         stack.enter_context(transported_by(MemoryRpc(plan.latency_s)))
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for each in plan.workers:
-            _verify(each.settings)
+            verify_simulated(each.settings)
             outline = load_outline(plan.folder, each.settings)
             for _ in range(each.count):
                 worker = _worker(each, outline, time)
@@ -103,7 +103,7 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
         yield inference
 
 
-def _verify(settings: WorkerSettings) -> None:
+def verify_simulated(settings: WorkerSettings) -> None:
     """Raises: ConfigError for what is not simulated, and would change the times."""
     for name, default in NOT_SIMULATED.items():
         if (value := getattr(settings, name)) != default:

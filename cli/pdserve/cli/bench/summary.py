@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,22 @@ class Distribution:
         return cls(
             len(values), float(values.mean()), float(values.std()), float(values.min()), float(values.max()),
             {part: float(value) for part, value in zip(PERCENTILES, at, strict=True)},
+        )  # fmt: skip
+
+    @classmethod
+    def counted(cls, counts_s: Mapping[float, int]) -> Distribution:
+        """counts_s: value -> how often it came."""
+        values = np.array(sorted(counts_s)) * 1e3
+        counts = np.array([counts_s[value] for value in sorted(counts_s)])
+        if not (total := int(counts.sum())):
+            return cls.of(())
+        mean = float((values * counts).sum() / total)
+        std = float(((values - mean) ** 2 * counts).sum() / total) ** 0.5
+        # the value at its place among all of them, in their order
+        places = np.searchsorted(np.cumsum(counts), [part / 100 * (total - 1) for part in PERCENTILES], side="right")
+        return cls(
+            total, mean, std, float(values[0]), float(values[-1]),
+            {part: float(values[place]) for part, place in zip(PERCENTILES, places, strict=True)},
         )  # fmt: skip
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from pdserve.cli.bench.report import as_json, tables
 from pdserve.cli.bench.run_bench import make_draw_tokens, progress_bar, show_errors, write_report
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
-from pdserve.cli.bench.summary import Summary, parse_targets
+from pdserve.cli.bench.summary import Distribution, Summary, parse_targets
 from pdserve.cli.bench.trace_options import TraceFormat
 from pdserve.cli.bench.traces.read_trace import fitted, read_trace
 from pdserve.cli.bench.traces.trace import TraceSession
 from pdserve.cli.bench.traces.trace_text import TraceTexts
 from pdserve.cli.exit_status import EXIT_FAILED
+from pdserve.cli.simulate.coarse_run import run_coarsely
 from pdserve.cli.simulate.fleet_endpoint import FleetEndpoint
 from pdserve.cli.up.cluster_plan import settings_by_role
 from pdserve.common.errors import ConfigError
@@ -28,6 +28,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.models.model_folder import model_folder
+from pdserve.simulator.coarse.coarse_fleet import CoarseFleet
 from pdserve.simulator.step_times import StepTimes
 from pdserve.simulator.virtual_fleet import FleetPlan, WorkerPlan, running_fleet
 from pdserve.simulator.virtual_time import VirtualTime, run_virtually
@@ -57,6 +58,7 @@ class SimulateOptions:
     config: Path | None
     goodput: list[str]
     seed: int
+    is_coarse: bool = False
     json_file: Path | None
 
     def verify(self) -> None:
@@ -99,31 +101,81 @@ def run_simulate(options: SimulateOptions) -> int:
     options.verify()
     targets = parse_targets(options.goodput)
     plan, sessions = options.fleet(), options.sessions()
-    random.seed(options.seed)  # the product draws the jitter of its waits
     began = time.monotonic()
     with progress_bar() as progress:
-        records = run_virtually(lambda virtual: _run(plan, sessions, options.seed, progress, virtual))
-    summary = Summary.of(records, targets)
+        task = progress.add_task("requests", total=sum(len(list(session.requests)) for session in sessions))
+        simulated = simulate(
+            plan, sessions, options.seed, lambda record: progress.advance(task), is_coarse=options.is_coarse
+        )
+    records, summary = simulated.records, simulated.summary(targets)
     for table in tables(summary):
         Console().print(table)
     Console(stderr=True).print(f"simulated {summary.duration_s:.1f} s in {time.monotonic() - began:.1f} s")
     show_errors(records)
     if options.json_file is not None:
-        write_report(options.json_file, as_json(summary, {"simulated": True}, records))
+        write_report(
+            options.json_file, as_json(summary, {"simulated": "coarse" if options.is_coarse else "exact"}, records)
+        )
     return EXIT_FAILED if summary.failures else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What the clients of a simulation saw."""
+
+    records: list[RequestRecord]
+    gaps_s: Mapping[float, int] | None = None
+    """Times between chunks -> how often; None: those of the records."""
+    busy_s: float | None = None
+    """Seconds in which the workers together computed steps; None: not known."""
+
+    def summary(self, targets_ms: dict[str, float]) -> Summary:
+        summary = Summary.of(self.records, targets_ms)
+        if self.gaps_s is None:
+            return summary
+        return replace(summary, distributions=summary.distributions | {"itl": Distribution.counted(self.gaps_s)})
+
+
+def simulate(
+    plan: FleetPlan,
+    sessions: list[TraceSession],
+    seed: int,
+    on_record: Callable[[RequestRecord], None],
+    *,
+    is_coarse: bool = False,
+) -> Simulated:
+    """Replay the sessions. Raises: ConfigError, UnsupportedModel."""
+    if is_coarse:
+        fleet, records = CoarseFleet(plan), list[RequestRecord]()
+
+        def ended(record: RequestRecord) -> None:
+            records.append(record)
+            on_record(record)
+
+        run_coarsely(fleet, sessions, ended)
+        return Simulated(records, fleet.step_gaps, fleet.busy_s)
+    random.seed(seed)  # the product draws the jitter of its waits
+    return Simulated(run_virtually(lambda virtual: _run(plan, sessions, seed, on_record, virtual)))
+
+
 async def _run(
-    plan: FleetPlan, sessions: list[TraceSession], seed: int, progress: Progress, virtual: VirtualTime
+    plan: FleetPlan,
+    sessions: list[TraceSession],
+    seed: int,
+    on_record: Callable[[RequestRecord], None],
+    virtual: VirtualTime,
 ) -> list[RequestRecord]:
     tokenizer = Tokenizer.from_folder(plan.folder)
     texts = TraceTexts(seed, make_draw_tokens(tokenizer))
     texts.prepare(sessions)
-    task = progress.add_task("requests", total=sum(len(list(session.requests)) for session in sessions))
     async with running_fleet(plan, virtual) as router:
         run = LoadRun(
-            FleetEndpoint(router, TIMEOUT_S), texts, tokenizer.decode, as_text=False, timeout_s=TIMEOUT_S,
-            on_end=lambda record: progress.advance(task),
-        )  # fmt: skip
+            FleetEndpoint(router, TIMEOUT_S),
+            texts,
+            tokenizer.decode,
+            as_text=False,
+            timeout_s=TIMEOUT_S,
+            on_end=on_record,
+        )
         await run.run(sessions, LoadPlan(follows_trace=True, seed=seed))
     return run.records

@@ -23,7 +23,7 @@ from pdserve.common import clock
 from pdserve.common.errors import Draining, Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
 from pdserve.router.admission.flex_requests import NOTHING, FlexRequest, FlexRequests, Freed
-from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place, Waiter, granted
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Granted, Place, Waiter, unless_raised
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
 
@@ -214,40 +214,73 @@ class Admission:
         Raises: Overloaded after `queue_timeout_s`, if the tenant has spent its tokens, or if the request is flex and made room for
         another; exceptions of `raise_when_no_worker`.
         """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = self.ask(cost, future, priority, client=client, flex_id=flex_id)
+        try:
+            await self._granted(future, raise_when_no_worker)
+            if waiter.refusal is not None:
+                raise waiter.refusal
+        except BaseException:
+            self.abandon(waiter)
+            raise
+        self.begin(waiter)
+        try:
+            yield waiter.place
+        finally:
+            self.end(waiter)
+
+    def ask(
+        self, cost: Cost, granted: Granted, priority: int = 0, *, client: Client = ANYBODY, flex_id: str = ""
+    ) -> Waiter:
+        """Ask for the places that `place` holds, without waiting for them. After `granted`, call `begin` and at last
+        `end`, or `abandon`.
+
+        Raises: Overloaded if the tenant has spent its tokens.
+        """
         account = self.tenants[client.tenant]
         expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
         self.tenants.check_tokens(client, expected)
         place = Place(cost, account, lambda tokens: self._queue.charge(client.tenant, tokens))
-        waiter = Waiter(client.tenant, account, place, asyncio.get_running_loop().create_future(), flex_id)
+        waiter = Waiter(client.tenant, account, place, granted, flex_id)
         self._queue.append(client.tenant, id(waiter), waiter, priority)
         self._flex.queued(waiter)
         self.recheck()
-        try:
-            await self._granted(waiter, raise_when_no_worker)
-            if waiter.refusal is not None:
-                raise waiter.refusal
-        except BaseException:
-            self._abandon(waiter)
-            raise
-        started_at = self._clock()
-        self._running_since += started_at * cost.num_places
-        try:
-            yield place
-        finally:
-            self._running_since -= started_at * cost.num_places
-            self._learn(self._clock() - started_at)
-            place.settle(has_run=True)
+        return waiter
+
+    def begin(self, waiter: Waiter) -> None:
+        """Note that the request holds its places from now on."""
+        waiter.started_at = self._clock()
+        self._running_since += waiter.started_at * waiter.cost.num_places
+
+    def end(self, waiter: Waiter) -> None:
+        """Give the places back."""
+        self._running_since -= waiter.started_at * waiter.cost.num_places
+        self._learn(self._clock() - waiter.started_at)
+        waiter.place.settle(has_run=True)
+        self._give_back(waiter)
+
+    def abandon(self, waiter: Waiter) -> None:
+        """The request does not begin: it waits no longer, was refused, or gives back what it was granted."""
+        waiter.place.settle(has_run=False)
+        self._flex.unqueued(waiter)
+        if waiter.refusal is not None:
+            return
+        if not self._queue.remove(id(waiter)):
+            self._queue.charge(waiter.tenant, -waiter.place.expected_tokens)
             self._give_back(waiter)
+        else:
+            # requests that waited for it may fit
+            self.recheck()
 
     async def _granted(
-        self, waiter: Waiter, raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None
+        self, future: asyncio.Future[None], raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None
     ) -> None:
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
-                if waiter.granted.done() or raise_when_no_worker is None:
-                    await waiter.granted
+                if future.done() or raise_when_no_worker is None:
+                    await future
                 else:
-                    await granted(waiter, raise_when_no_worker())
+                    await unless_raised(future, raise_when_no_worker())
         except TimeoutError:
             raise Overloaded(
                 f"no place became free within {self._limits.queue_timeout_s:g} s (queue_timeout_s)",
@@ -441,18 +474,6 @@ class Admission:
 
     def _learn(self, held_s: float) -> None:
         self._mean_s = held_s if self._mean_s is None else _KEPT * self._mean_s + (1 - _KEPT) * held_s
-
-    def _abandon(self, waiter: Waiter) -> None:
-        waiter.place.settle(has_run=False)
-        self._flex.unqueued(waiter)
-        if waiter.refusal is not None:
-            return
-        if not self._queue.remove(id(waiter)):
-            self._queue.charge(waiter.tenant, -waiter.place.expected_tokens)
-            self._give_back(waiter)
-        else:
-            # requests that waited for it may fit
-            self.recheck()
 
     def _give_back(self, waiter: Waiter) -> None:
         self.num_running -= waiter.cost.num_places

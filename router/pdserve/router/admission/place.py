@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from pdserve.common.errors import Overloaded
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.tenants.tenant_account import TenantAccount
+from pdserve.router.workers.worker import RemoteWorker
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,22 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that wait at workers to be computed."""
     prefill_tokens_per_s: float = 0.0
     """Rate of all workers together, prompt tokens per second; 0: not known."""
+
+
+def capacity_of(prefill: Sequence[RemoteWorker], decode: Sequence[RemoteWorker], settings: RouterSettings) -> Capacity:
+    """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
+    num_sessions = sum(worker.load.max_sessions for worker in decode)
+    if settings.limits.max_running_requests is not None:
+        return Capacity(num_requests=settings.limits.max_running_requests, num_sessions=num_sessions)
+    workers = [*prefill, *decode]
+    prefilling = prefill or workers
+    return Capacity(
+        num_requests=sum(worker.identity.max_num_seqs for worker in workers),
+        num_blocks=sum(worker.num_blocks for worker in workers),
+        num_sessions=num_sessions,
+        waiting_tokens=sum(worker.waiting_tokens for worker in prefilling),
+        prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),
+    )
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,32 +129,44 @@ class Place:
         self._charge(num_tokens)
 
 
+class Granted(Protocol):
+    """Told once when a request has its places, or is refused; a future of asyncio is one."""
+
+    def done(self) -> bool:
+        """True if it was told, or nobody waits any more."""
+
+    def set_result(self, result: None, /) -> None:
+        """Called if it is not done."""
+
+
 class Waiter(msgspec.Struct, gc=False, eq=False):
-    """A request in the queue, until `granted` is set."""
+    """A request in the queue, until `granted` is told."""
 
     tenant: str
     account: TenantAccount
     place: Place
-    granted: asyncio.Future[None]
+    granted: Granted
     flex_id: str = ""
     """Of a flex request: as it entered."""
     num_passed: int = 0
     """Number of later requests that passed it."""
     refusal: Overloaded | None = None
     """Set with `granted` if the request was ended in the queue, where it no longer is."""
+    started_at: float = 0.0
+    """When it began to hold its places."""
 
     @property
     def cost(self) -> Cost:
         return self.place.cost
 
 
-async def granted(waiter: Waiter, raise_when_no_worker: Coroutine[Any, Any, None]) -> None:
-    """Wait until the waiter has its places. Raises: an earlier exception of `raise_when_no_worker`."""
+async def unless_raised(future: asyncio.Future[None], raise_when_no_worker: Coroutine[Any, Any, None]) -> None:
+    """Wait for the future. Raises: an earlier exception of `raise_when_no_worker`."""
     no_worker = asyncio.ensure_future(raise_when_no_worker)
     # not by `first_of`: it would cancel the grant while the waiter is still in the queue
     try:
-        await asyncio.wait((waiter.granted, no_worker), return_when=asyncio.FIRST_COMPLETED)
-        if not waiter.granted.done():
+        await asyncio.wait((future, no_worker), return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
             no_worker.result()
     finally:
         no_worker.cancel()

@@ -66,6 +66,11 @@ class PrefixIndex:
         if hashes:
             self._speculative.setdefault(worker, _Speculation()).add(hashes, now_s + SPECULATIVE_S)
 
+    def holders(self, block_hash: bytes) -> list[WorkerKey]:
+        """The workers that have reported the block."""
+        mask = self._masks.get(block_hash, 0)
+        return [worker for worker, bit in self._bits.items() if mask >> bit & 1] if mask else []
+
     def match(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], now_s: float) -> dict[WorkerKey, int]:
         """worker -> blocks of the prompt's longest prefix that it holds or will hold soon, 0 included."""
         return self.expect(hashes, self.reported(hashes, workers), now_s)

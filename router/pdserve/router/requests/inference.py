@@ -15,7 +15,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.held_bytes import HeldBytes
-from pdserve.router.admission.place import AdmissionLimits, Capacity
+from pdserve.router.admission.place import AdmissionLimits, Capacity, capacity_of
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
@@ -154,19 +154,8 @@ class Inference:
             pooling.verify_task(self.num_labels())
 
     def _capacity(self) -> Capacity:
-        """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
-        num_sessions = sum(worker.load.max_sessions for worker in self.fleet.workers(WorkerRole.DECODE))
-        if self.settings.limits.max_running_requests is not None:
-            return Capacity(num_requests=self.settings.limits.max_running_requests, num_sessions=num_sessions)
-        workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
-        prefilling = self.fleet.workers(WorkerRole.PREFILL) or workers
-        return Capacity(
-            num_requests=sum(worker.identity.max_num_seqs for worker in workers),
-            num_blocks=sum(worker.num_blocks for worker in workers),
-            num_sessions=num_sessions,
-            waiting_tokens=sum(worker.waiting_tokens for worker in prefilling),
-            prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),
-        )
+        prefill, decode = self.fleet.workers(WorkerRole.PREFILL), self.fleet.workers(WorkerRole.DECODE)
+        return capacity_of(prefill, decode, self.settings)
 
     def _cache_group(self, client: Client) -> CacheGroup:
         """The group of tenants whose cached prefixes the client's requests may use."""

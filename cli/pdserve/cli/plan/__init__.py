@@ -1,0 +1,1 @@
+"""`pdserve plan`: the fleet that a load needs."""
