@@ -27,11 +27,11 @@ from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder
-from pdserve.engine.runner.pool.host_blocks import make_host_caches
 from pdserve.engine.runner.pool.memory_fit import allocating
 from pdserve.engine.runner.pool.memory_needs import adapter_bytes
 from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.runner.pool.pool_size import host_slots, pool_setting, pool_size, with_kv_cache_groups
+from pdserve.engine.runner.pool.tier_memory import make_host_caches
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -323,8 +323,9 @@ def _load(
     with allocating(pool_setting(settings), pool_bytes, device):
         kv_caches = make_kv_caches(groups, num_blocks, device)
     host_caches: tuple[Tensor, ...] = ()
+    host = "meta" if device == "meta" else "cpu"
     if slots := host_slots(settings, layout, num_blocks):
-        with allocating(f"kv_host_mib {settings.kv_host_mib}", layout.pool_bytes(slots)):
+        with allocating(f"kv_host_mib {settings.kv_host_mib}", layout.pool_bytes(slots), host):
             host_caches = make_host_caches(pools_of(kv_caches), slots)
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:

@@ -22,6 +22,7 @@ from pdserve.engine.ranks.rank_messages import DiskOptions, MooncakeOptions, Sto
 from pdserve.engine.runner.pool.block_store import SealedStore
 from pdserve.engine.runner.pool.disk_store import DiskStore
 from pdserve.engine.runner.pool.mooncake_store import MooncakeStore
+from pdserve.engine.runner.pool.segment_files import DiskFolder
 
 _NAME_BYTES = 8
 
@@ -88,4 +89,4 @@ def open_store(options: StoreOptions, rank: int) -> SealedStore:
     digest = Gmac(options.key)
     if isinstance(options, MooncakeOptions):
         return SealedStore(MooncakeStore(options.url, options.prefix, rank), digest)
-    return SealedStore(DiskStore(Path(options.folder) / f"rank{rank}", options.max_bytes), digest)
+    return SealedStore(DiskStore(DiskFolder(Path(options.folder) / f"rank{rank}"), options.max_bytes), digest)
