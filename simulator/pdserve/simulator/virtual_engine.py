@@ -11,14 +11,18 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.engine_core import LOAD_WAIT_S, EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
+from pdserve.engine.runner.pool.block_store import BlockStore, SealedStore
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from pdserve.simulator.step_times import Chunk, StepTimes
+from pdserve.simulator.virtual_tiers import NoDigest, VirtualDevice, VirtualLanes, VirtualTierMemory
 from pdserve.simulator.virtual_time import VirtualTime
+from pdserve.simulator.virtual_transfer import Link
 
 FIRST_TOKEN_ID = 3
 """Tokens are drawn from here on, above the ids that most tokenizers have for the ends of texts."""
@@ -40,27 +44,40 @@ class _Pending(NamedTuple):
     """A `StepResult`."""
 
     time: VirtualTime
-    ends_at_s: float
+    ends_at: float
+    """`clock.monotonic()` seconds."""
     output: ModelRunnerOutput
 
     def result(self) -> ModelRunnerOutput:
-        self.time.spend(self.ends_at_s - self.time.now_s)
+        self.time.spend_until(self.ends_at)
         return self.output
 
 
 class VirtualExecutor:
-    """An `Executor` of one device, on which one step follows the other."""
+    """An `Executor` of one device, on which one step follows the other. Of several ranks it is one: all do the same at the same
+    time."""
 
     kv_written: DeviceEvent | None = None
 
-    def __init__(self, time: VirtualTime, times: StepTimes, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self,
+        time: VirtualTime,
+        times: StepTimes,
+        vocab_size: int,
+        hidden_size: int,
+        device: VirtualDevice,
+        host_blocks: HostBlocks | None,
+        lanes: VirtualLanes,
+    ) -> None:
+        """host_blocks: None without tiers. lanes: theirs."""
         self._time = time
+        self._device = device
+        self._host_blocks = host_blocks
+        self.lanes = lanes
         self._times = times
         self._vocab_size = vocab_size
         self.hidden_size = hidden_size
         self._sequences: dict[str, _Sequence] = {}
-        self._free_at_s = 0.0
-        """When the device has computed all steps so far."""
         self._pending: _Pending | None = None
 
     def check_health(self) -> None:
@@ -85,8 +102,7 @@ class VirtualExecutor:
                 sequence.num_known += 1
                 sequence.num_sequences = 1
         output.compute_s = self._times.step_s(chunks)
-        self._free_at_s = max(self._free_at_s, self._time.now_s) + output.compute_s
-        self._pending = _Pending(self._time, self._free_at_s, output)
+        self._pending = _Pending(self._time, self._device.queue(output.compute_s), output)
 
     def _token(self, sequence: _Sequence, number: int) -> int:
         """Some token: the same at the same place of the same sequence, wherever it is computed."""
@@ -98,16 +114,18 @@ class VirtualExecutor:
         return self._pending
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
-        return None
+        assert self._host_blocks is not None
+        return self._host_blocks.copy(scheduled)
 
     def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
-        return []
+        return [] if self._host_blocks is None else self._host_blocks.finished(timeout_s)
 
     def warm_up(self) -> None:
         """No effect."""
 
     def close(self) -> None:
-        """No effect."""
+        if self._host_blocks is not None:
+            self._host_blocks.close()
 
 
 class VirtualEngine:
@@ -123,23 +141,38 @@ class VirtualEngine:
         time: VirtualTime,
         times: StepTimes,
         outbox: KvOutbox,
+        host: Link,
+        store: BlockStore | None,
     ) -> None:
-        """outline: as `load_outline` makes it."""
+        """outline: as `load_outline` makes it. host: between device and host memory. store: below that; None without one."""
         self._outline = outline
         self._settings = settings
         self._hasher = BlockHasher(key, settings.block_size)
         self._time = time
         self._times = times
         self._outbox = outbox
+        self._host = host
+        self._store = store
+        self._executor: VirtualExecutor | None = None
         self.info = outline.engine_info(settings)
 
     def make_core(self) -> EngineCore:
-        executor = VirtualExecutor(self._time, self._times, self.info.vocab_size, self.info.hidden_size)
+        self.close()
         config = self._outline.engine_config(self._settings)
-        return EngineCore(config, executor, Heartbeat(), self._hasher, self.info.vocab_size, self._outbox)
+        device, lanes, host_blocks = VirtualDevice(), VirtualLanes(self._time), None
+        if config.num_host_blocks:
+            block_bytes = [shape.block_bytes for shape in self._outline.layout.shapes]
+            memory = VirtualTierMemory(self._time, device, block_bytes, self._host)
+            store = None if self._store is None else SealedStore(self._store, NoDigest())
+            host_blocks = HostBlocks(memory, store, lambda _: lanes)
+        self._executor = VirtualExecutor(
+            self._time, self._times, self.info.vocab_size, self.info.hidden_size, device, host_blocks, lanes
+        )
+        return EngineCore(config, self._executor, Heartbeat(), self._hasher, self.info.vocab_size, self._outbox)
 
     def close(self) -> None:
-        """No effect."""
+        if self._executor is not None:
+            self._executor.close()
 
 
 class VirtualEngineThread(EngineThread):
@@ -176,10 +209,19 @@ class VirtualEngineThread(EngineThread):
                 return
             if spent():
                 await asyncio.sleep(spent())
+            elif self.core.is_loading:
+                # the time that `EngineCore.step` waits for copies
+                await self._lanes.until_ended(LOAD_WAIT_S)
             elif self._wait_s is None:
                 await asyncio.sleep(0)
             elif self._inbox.empty():
                 await self._news(self._wait_s if self.core.has_work else ALIVE_S)
+
+    @property
+    def _lanes(self) -> VirtualLanes:
+        executor = self.core.executor
+        assert isinstance(executor, VirtualExecutor)
+        return executor.lanes
 
     async def _news(self, wait_s: float) -> None:
         try:

@@ -27,6 +27,16 @@ from pdserve.engine.runner.pool.segment_files import DiskFolder
 _NAME_BYTES = 8
 
 
+def store_context(settings: WorkerSettings, layout: KvLayout) -> bytes:
+    """Equal for workers that can use each other's stored blocks."""
+    return f"{layout_fingerprint(layout)}/{settings.tensor_parallel_size}".encode()
+
+
+def disk_bytes(settings: WorkerSettings) -> int:
+    """Of each rank."""
+    return int(settings.kv_disk_gib * (1 << 30))
+
+
 class StoreClaim:
     """The use of a store until `release`, or the end of this process."""
 
@@ -35,7 +45,7 @@ class StoreClaim:
 
         Raises: ConfigError for a folder that cannot be used.
         """
-        context = f"{layout_fingerprint(layout)}/{settings.tensor_parallel_size}".encode()
+        context = store_context(settings, layout)
         secret = key.derive(STORED_BLOCKS, context)
         # the name of a folder, and of what is shared, tells nothing of the key that seals blocks
         name = key.derive(STORED_BLOCKS, b"folder/" + context)[:_NAME_BYTES].hex()
@@ -49,7 +59,7 @@ class StoreClaim:
 
     def _claim_folder(self, settings: WorkerSettings, name: str, secret: bytes) -> DiskOptions:
         parent = Path(settings.kv_disk_path or "") / name
-        max_bytes = int(settings.kv_disk_gib * (1 << 30))
+        max_bytes = disk_bytes(settings)
         try:
             folder = self._claim(parent)
             free_bytes = shutil.disk_usage(folder).free
