@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,37 +19,25 @@ from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from pdserve.simulator.step_times import Chunk, StepTimes
+from pdserve.simulator.virtual_drafts import VirtualDrafting, VirtualSequence
 from pdserve.simulator.virtual_tiers import NoDigest, VirtualDevice, VirtualLanes, VirtualTierMemory
 from pdserve.simulator.virtual_time import VirtualTime
 from pdserve.simulator.virtual_transfer import Link
 
-FIRST_TOKEN_ID = 3
-"""Tokens are drawn from here on, above the ids that most tokenizers have for the ends of texts."""
 ALIVE_S = 1.0
 """Seconds between two turns of an idle engine; its tick moves with each."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    num_known: int
-    """Tokens of prompt and output."""
-    num_computed: int
-    num_sequences: int
-    """That continue its prompt."""
-    index: int
 
 
 class _Pending(NamedTuple):
     """A `StepResult`."""
 
-    time: VirtualTime
+    executor: VirtualExecutor
     ends_at: float
     """`clock.monotonic()` seconds."""
     output: ModelRunnerOutput
 
     def result(self) -> ModelRunnerOutput:
-        self.time.spend_until(self.ends_at)
-        return self.output
+        return self.executor.read(self)
 
 
 class VirtualExecutor:
@@ -65,6 +52,7 @@ class VirtualExecutor:
         times: StepTimes,
         vocab_size: int,
         hidden_size: int,
+        drafting: VirtualDrafting,
         device: VirtualDevice,
         host_blocks: HostBlocks | None,
         lanes: VirtualLanes,
@@ -77,8 +65,10 @@ class VirtualExecutor:
         self._times = times
         self._vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self._sequences: dict[str, _Sequence] = {}
-        self._pending: _Pending | None = None
+        self._drafting = drafting
+        self._sequences: dict[str, VirtualSequence] = {}
+        self._unsampled: _Pending | None = None
+        """The step that `execute_model` began."""
 
     def check_health(self) -> None:
         """No effect."""
@@ -87,31 +77,38 @@ class VirtualExecutor:
         for request_id in scheduled.finished_req_ids:
             self._sequences.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
-            self._sequences[new.req_id] = _Sequence(
-                len(new.token_ids), new.num_computed_tokens, new.num_sequences, new.index
-            )
+            self._sequences[new.req_id] = VirtualSequence.of(new)
         chunks, output = [], ModelRunnerOutput()
         for request_id, count in scheduled.num_scheduled_tokens.items():
             sequence = self._sequences[request_id]
             chunks.append(Chunk(count, sequence.num_computed))
+            if drafts := scheduled.scheduled_spec_decode_tokens.get(request_id):
+                output.req_ids.append(request_id)
+                output.sampled_token_ids.append(sequence.accept(drafts, self._vocab_size))
+                sequence.num_computed = sequence.num_known - 1
+                continue
             sequence.num_computed += count
             if sequence.num_computed == sequence.num_known:
                 for number in range(sequence.num_sequences):
                     output.req_ids.append(request_id)
-                    output.sampled_token_ids.append([self._token(sequence, number)])
+                    token_id = sequence.token(sequence.num_known, self._vocab_size, number)
+                    output.sampled_token_ids.append([token_id])
                 sequence.num_known += 1
                 sequence.num_sequences = 1
         output.compute_s = self._times.step_s(chunks)
-        self._pending = _Pending(self._time, self._device.queue(output.compute_s), output)
-
-    def _token(self, sequence: _Sequence, number: int) -> int:
-        """Some token: the same at the same place of the same sequence, wherever it is computed."""
-        place = sequence.num_known * 7919 + (sequence.index + number) * 104_729
-        return FIRST_TOKEN_ID + place % (self._vocab_size - FIRST_TOKEN_ID)
+        self._unsampled = _Pending(self, self._device.queue(output.compute_s), output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> _Pending:
-        assert self._pending is not None
-        return self._pending
+        assert self._unsampled is not None
+        pending, self._unsampled = self._unsampled, None
+        return pending
+
+    def read(self, pending: _Pending) -> ModelRunnerOutput:
+        """Wait for a step. As in a `ModelRunner`, nothing is drafted if the next one has begun."""
+        self._time.spend_until(pending.ends_at)
+        if self._unsampled is None:
+            self._drafting.add(self._sequences, pending.output)
+        return pending.output
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
         assert self._host_blocks is not None
@@ -143,8 +140,10 @@ class VirtualEngine:
         outbox: KvOutbox,
         host: Link,
         store: BlockStore | None,
+        draft_acceptance: float,
     ) -> None:
-        """outline: as `load_outline` makes it. host: between device and host memory. store: below that; None without one."""
+        """outline: as `load_outline` makes it. host: between device and host memory. store: below that; None without one.
+        draft_acceptance: as of `VirtualDrafting`."""
         self._outline = outline
         self._settings = settings
         self._hasher = BlockHasher(key, settings.block_size)
@@ -153,6 +152,7 @@ class VirtualEngine:
         self._outbox = outbox
         self._host = host
         self._store = store
+        self._draft_acceptance = draft_acceptance
         self._executor: VirtualExecutor | None = None
         self.info = outline.engine_info(settings)
 
@@ -165,10 +165,12 @@ class VirtualEngine:
             memory = VirtualTierMemory(self._time, device, block_bytes, self._host)
             store = None if self._store is None else SealedStore(self._store, NoDigest())
             host_blocks = HostBlocks(memory, store, lambda _: lanes)
+        vocab_size = self.info.vocab_size
+        drafting = VirtualDrafting(config, vocab_size, self._draft_acceptance)
         self._executor = VirtualExecutor(
-            self._time, self._times, self.info.vocab_size, self.info.hidden_size, device, host_blocks, lanes
+            self._time, self._times, vocab_size, self.info.hidden_size, drafting, device, host_blocks, lanes
         )
-        return EngineCore(config, self._executor, Heartbeat(), self._hasher, self.info.vocab_size, self._outbox)
+        return EngineCore(config, self._executor, Heartbeat(), self._hasher, vocab_size, self._outbox)
 
     def close(self) -> None:
         if self._executor is not None:

@@ -45,7 +45,7 @@ from pdserve.worker.worker import Worker
 CALLS = {WorkerRole.PREFILL: prefill_calls, WorkerRole.DECODE: decode_calls}
 MEET_S = 60.0
 """Virtual seconds for the router to meet all workers."""
-NOT_SIMULATED = MappingProxyType({"speculative_config": None, "lora_modules": None, "lora_dir": None})
+NOT_SIMULATED = MappingProxyType({"lora_modules": None, "lora_dir": None})
 """Settings of workers that a simulation refuses -> the values that it takes."""
 _ONE_ROLE = ConfigError("workers of a simulation are started for one role")
 
@@ -65,6 +65,8 @@ class WorkerPlan:
     """Between each rank's device and host memory, in each direction."""
     disk: Link = DISK_LINK
     """Of the worker's disk, which all ranks share."""
+    draft_acceptance: float | None = None
+    """The part of drafts that is accepted, of those whose predecessors are; None: `speculative_config` is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         store = FleetStore()
         for each in plan.workers:
-            _verify(each.settings)
+            _verify(each)
             outline = load_outline(plan.folder, each.settings)
             for _ in range(each.count):
                 worker = _worker(plan, each, outline, time, store)
@@ -114,11 +116,15 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
         yield inference
 
 
-def _verify(settings: WorkerSettings) -> None:
+def _verify(plan: WorkerPlan) -> None:
     """Raises: ConfigError for what is not simulated, and would change the times."""
     for name, default in NOT_SIMULATED.items():
-        if (value := getattr(settings, name)) != default:
+        if (value := getattr(plan.settings, name)) != default:
             raise ConfigError(f"{name} is {value!r}, which is not simulated yet")
+    if plan.settings.speculative_config is not None and plan.draft_acceptance is None:
+        raise ConfigError(
+            "speculative_config is set, and nothing says which part of the drafts is accepted: --draft-acceptance"
+        )
 
 
 def _worker(fleet: FleetPlan, plan: WorkerPlan, outline: LoadedModel, time: VirtualTime, shared: FleetStore) -> Worker:
@@ -145,7 +151,9 @@ def _worker(fleet: FleetPlan, plan: WorkerPlan, outline: LoadedModel, time: Virt
         store = SharedStore(
             shared, time, store_context(settings, outline.layout), ranks, fleet.latency_s, cards[0], Line(plan.link)
         )
-    source = VirtualEngine(outline, settings, DEVELOPMENT_KEY, time, plan.times, transfers, plan.host, store)
+    source = VirtualEngine(
+        outline, settings, DEVELOPMENT_KEY, time, plan.times, transfers, plan.host, store, plan.draft_acceptance or 0.0
+    )
     engine = InprocClient(
         source, in_event_loop(asyncio.get_running_loop()), transfers, lambda _: ENGINE_FAILED, engine_thread_of(time)
     )

@@ -74,9 +74,9 @@ class Asker:
             num_cached = chunk.cached_tokens or num_cached
         return Answer(tuple(token_ids), times[0], times[-1], num_cached)
 
-    def block_bytes(self, role: WorkerRole = WorkerRole.PREFILL) -> int:
-        """Of one rank."""
-        return self.router.fleet.workers(role)[0].identity.layout.mean_block_bytes
+    def block_bytes(self) -> int:
+        """Of all ranks together."""
+        return self.router.fleet.workers(WorkerRole.PREFILL)[0].identity.layout.mean_block_bytes
 
 
 def run_fleet(plan: FleetPlan, work: Callable[[Asker], Awaitable[T]]) -> T:

@@ -294,8 +294,9 @@ def _load(
     fingerprint = _fingerprint(folder, settings, config)
     groups = config.kv_cache_groups(settings.block_size, fingerprint, shard, cache_dtype)
     layout = config.kv_layout(settings.block_size, fingerprint, shard, cache_dtype)
-    # ranks above 0 do not load it, but count its cache: all pools have equally many blocks
-    draft_decoder = None if draft_folder is None or shard.rank > 0 else draft_folder.load(settings)
+    # ranks above 0 do not load it, but count its cache: all pools have equally many blocks. An outline computes nothing
+    loads_draft = draft_folder is not None and shard.rank == 0 and device != "meta"
+    draft_decoder = draft_folder.load(settings) if draft_folder is not None and loads_draft else None
     left_bytes, more_bytes = None, 0
     if settings.num_blocks is None and settings.pool_mib is None:
         place = torch.device(device)
