@@ -93,7 +93,7 @@ def test_other_sequences_do_not_wait_for_a_load() -> None:
 def test_decisions_are_those_of_an_engine_with_bytes() -> None:
     """A computing engine and a simulated one find the same tokens of the same prompts in pool and host memory."""
     prompts = [prompt_of(LENGTH, seed) for seed in (0, 1, 2, 0, 3, 4, 1, 5, 0, 2, 6, 7, 3, 1)]
-    settings = {"num_blocks": 64, "max_model_len": 512, "block_size": 16, "kv_host_mib": 4}
+    settings: dict[str, Any] = {"num_blocks": 64, "max_model_len": 512, "block_size": 16, "kv_host_mib": 4}
     engine = LoadedEngine.load(model_folder("demo"), PrefillSettings(**settings))
     core, computed, hasher = engine.make_core(), list[int](), local_hasher(16)
     root = hasher.root(engine.info.model_fingerprint)

@@ -113,7 +113,18 @@ def simulate(
     attended_ns: Annotated[
         float, typer.Option(help="Nanoseconds for each earlier token that a computed token attends to.")
     ] = 0.0,
-    bandwidth: Annotated[float, typer.Option(help="Gigabytes per second into a worker.")] = 1.0,
+    bandwidth: Annotated[float, typer.Option(help="Gigabytes per second into each rank of a worker.")] = 1.0,
+    host_bandwidth: Annotated[
+        float, typer.Option(help="Gigabytes per second between each rank's device and host memory.")
+    ] = 25.0,
+    disk_bandwidth: Annotated[float, typer.Option(help="Gigabytes per second of a worker's disk.")] = 3.0,
+    draft_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of drafts that is accepted, of those whose predecessors are; needed with speculative_config.",
+            show_default=False,
+        ),
+    ] = None,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Target in milliseconds, as of `pdserve bench`.", show_default=False)
     ] = None,
@@ -126,6 +137,7 @@ def simulate(
     """
     from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
     from pdserve.simulator.step_times import LinearStepTimes
+    from pdserve.simulator.virtual_tiers import DISK_LINK, HOST_LINK
     from pdserve.simulator.virtual_transfer import Link
 
     status = run_simulate(
@@ -139,6 +151,9 @@ def simulate(
             num_decode=decode,
             times=LinearStepTimes(step_ms / 1e3, token_us / 1e6, attended_ns / 1e9),
             link=Link(bandwidth * 1e9, 100e-6),
+            host=Link(host_bandwidth * 1e9, HOST_LINK.latency_s),
+            disk=Link(disk_bandwidth * 1e9, DISK_LINK.latency_s),
+            draft_acceptance=draft_acceptance,
             settings=given_settings(context),
             config=config,
             goodput=goodput or [],

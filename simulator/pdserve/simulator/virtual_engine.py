@@ -20,7 +20,7 @@ from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from pdserve.simulator.step_times import Chunk, StepTimes
 from pdserve.simulator.virtual_drafts import VirtualDrafting, VirtualSequence
-from pdserve.simulator.virtual_tiers import NoDigest, VirtualDevice, VirtualLanes, VirtualTierMemory
+from pdserve.simulator.virtual_tiers import NoDigest, VirtualDevice, VirtualQueues, VirtualTierMemory
 from pdserve.simulator.virtual_time import VirtualTime
 from pdserve.simulator.virtual_transfer import Link
 
@@ -55,13 +55,13 @@ class VirtualExecutor:
         drafting: VirtualDrafting,
         device: VirtualDevice,
         host_blocks: HostBlocks | None,
-        lanes: VirtualLanes,
+        queues: VirtualQueues,
     ) -> None:
-        """host_blocks: None without tiers. lanes: theirs."""
+        """host_blocks: None without tiers. queues: theirs."""
         self._time = time
         self._device = device
         self._host_blocks = host_blocks
-        self.lanes = lanes
+        self.queues = queues
         self._times = times
         self._vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -159,16 +159,16 @@ class VirtualEngine:
     def make_core(self) -> EngineCore:
         self.close()
         config = self._outline.engine_config(self._settings)
-        device, lanes, host_blocks = VirtualDevice(), VirtualLanes(self._time), None
+        device, queues, host_blocks = VirtualDevice(), VirtualQueues(self._time), None
         if config.num_host_blocks:
             block_bytes = [shape.block_bytes for shape in self._outline.layout.shapes]
             memory = VirtualTierMemory(self._time, device, block_bytes, self._host)
             store = None if self._store is None else SealedStore(self._store, NoDigest())
-            host_blocks = HostBlocks(memory, store, lambda _: lanes)
+            host_blocks = HostBlocks(memory, store, lambda _: queues)
         vocab_size = self.info.vocab_size
         drafting = VirtualDrafting(config, vocab_size, self._draft_acceptance)
         self._executor = VirtualExecutor(
-            self._time, self._times, vocab_size, self.info.hidden_size, drafting, device, host_blocks, lanes
+            self._time, self._times, vocab_size, self.info.hidden_size, drafting, device, host_blocks, queues
         )
         return EngineCore(config, self._executor, Heartbeat(), self._hasher, vocab_size, self._outbox)
 
@@ -213,17 +213,17 @@ class VirtualEngineThread(EngineThread):
                 await asyncio.sleep(spent())
             elif self.core.is_loading:
                 # the time that `EngineCore.step` waits for copies
-                await self._lanes.until_ended(LOAD_WAIT_S)
+                await self._queues.until_ended(LOAD_WAIT_S)
             elif self._wait_s is None:
                 await asyncio.sleep(0)
             elif self._inbox.empty():
                 await self._news(self._wait_s if self.core.has_work else ALIVE_S)
 
     @property
-    def _lanes(self) -> VirtualLanes:
+    def _queues(self) -> VirtualQueues:
         executor = self.core.executor
         assert isinstance(executor, VirtualExecutor)
-        return executor.lanes
+        return executor.queues
 
     async def _news(self, wait_s: float) -> None:
         try:

@@ -26,6 +26,7 @@ from pdserve.engine.runner.pool.block_store import BlockStore
 from pdserve.engine.runner.pool.disk_store import DiskStore
 from pdserve.engine.runner.pool.open_store import disk_bytes, store_context
 from pdserve.kv_transfer.connector_set import ConnectorSet, join_shapes
+from pdserve.models.model_impl import read_model_config
 from pdserve.prefill.prefill_servicer import prefill_calls
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.requests.inference import Inference
@@ -33,6 +34,7 @@ from pdserve.router.requests.preparation import Preparation
 from pdserve.router.service import running_inference
 from pdserve.simulator.fleet_store import FleetStore, SharedStore
 from pdserve.simulator.memory_rpc import LATENCY_S, MemoryRpc
+from pdserve.simulator.number_tokenizer import number_tokenizer
 from pdserve.simulator.step_times import StepTimes
 from pdserve.simulator.virtual_engine import VirtualEngine, engine_thread_of
 from pdserve.simulator.virtual_tiers import DISK_LINK, HOST_LINK, VirtualFolder
@@ -74,11 +76,19 @@ class FleetPlan:
     """A fleet."""
 
     folder: Path
-    """The model's: a config.json and a tokenizer; no weights are read."""
+    """The model's: a config.json, and a tokenizer if there is one; no weights are read."""
     router: RouterSettings
     workers: Sequence[WorkerPlan]
     latency_s: float = LATENCY_S
     """Seconds of a message from one service to another."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's, or as `number_tokenizer`. Raises: ConfigError, UnsupportedModel."""
+        if (self.folder / "tokenizer.json").is_file():
+            return Tokenizer.from_folder(self.folder)
+        settings = self.workers[0].settings
+        config = read_model_config(self.folder, settings.dtype, settings.model_impl)
+        return number_tokenizer(self.folder, config.vocab_size)
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +108,7 @@ async def running_fleet(plan: FleetPlan, time: VirtualTime) -> AsyncIterator[Inf
                 addresses[each.settings.section].append(worker.identity.address)
         settings = msgspec.structs.replace(plan.router, **{role: tuple(of_role) for role, of_role in addresses.items()})
         model_len = outline.max_model_len
-        preparation = Preparation(Tokenizer.from_folder(plan.folder), DEVELOPMENT_KEY, model_len)
+        preparation = Preparation(plan.tokenizer(), DEVELOPMENT_KEY, model_len)
         stack.callback(preparation.close)
         bodies = ClientBodies(settings, model_len)
         stack.callback(bodies.close)

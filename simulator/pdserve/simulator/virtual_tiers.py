@@ -1,7 +1,7 @@
 """The tiers below the pool under virtual time: the product's `HostBlocks` and `DiskStore` over memory and files without bytes.
 
-A link has its time for each copy. What one lane does takes its time after what the lane did before, and the engine learns of a copy
-when it has ended.
+Each copy takes the time of its link. Work of a queue begins when what it did before has taken its time, and the engine learns of a
+copy when it has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.simulator.virtual_time import VirtualTime
 from pdserve.simulator.virtual_transfer import Line, Link, VirtualEvent, time_of
 
 HOST_LINK = Link(25e9, 10e-6)
-"""Default link between a device and host memory, in each direction: PCIe 4.0 with 16 lanes."""
+"""Default link between a device and host memory, in each direction: PCIe 4.0 x16."""
 DISK_LINK = Link(3e9, 100e-6)
 """Default link of a disk, for reads and writes together: an NVMe drive."""
 
@@ -37,36 +37,36 @@ class VirtualDevice:
         return self._free_at
 
 
-class VirtualLanes:
-    """`CopyLanes` in the event loop: work takes the time that it spends."""
+class VirtualQueues:
+    """`CopyQueues` in the event loop: work takes the time that it spends."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[Callable[[], object]]] = {}
-        """By lane that runs something: what is to follow."""
+        """Name of a queue that runs something -> what is to follow."""
         self._ended: list[CopyEnd | LookupEnd] = []
         self._has_ended = asyncio.Event()
         self._is_closed = False
 
-    def put(self, lane: str, work: Callable[[], object]) -> None:
-        if lane in self._waiting:
-            self._waiting[lane].append(work)
+    def put(self, name: str, work: Callable[[], object]) -> None:
+        if name in self._waiting:
+            self._waiting[name].append(work)
         else:
-            self._waiting[lane] = deque([work])
-            self._loop.call_soon_threadsafe(self._run_next, lane)
+            self._waiting[name] = deque([work])
+            self._loop.call_soon_threadsafe(self._run_next, name)
 
-    def _run_next(self, lane: str) -> None:
-        waiting = self._waiting[lane]
+    def _run_next(self, name: str) -> None:
+        waiting = self._waiting[name]
         if not waiting or self._is_closed:
-            del self._waiting[lane]
+            del self._waiting[name]
             return
         with self._time.apart() as spent:
             waiting.popleft()()
-        self._loop.call_later(spent(), self._run_next, lane)
+        self._loop.call_later(spent(), self._run_next, name)
 
     def end(self, end: CopyEnd | LookupEnd) -> None:
-        # at the time of the lane, which is ahead of the loop's
+        # at the time of the queue, which is ahead of the loop's
         self._loop.call_soon_threadsafe(self._note, end)
 
     def _note(self, end: CopyEnd | LookupEnd) -> None:
@@ -74,7 +74,7 @@ class VirtualLanes:
         self._has_ended.set()
 
     def take(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
-        """As of `CopyLanes`, but does not wait: the engine's turn ends, and `until_ended` does."""
+        """As of `CopyQueues`, but does not wait: the engine's turn ends, and `until_ended` does."""
         ended, self._ended = self._ended, []
         self._has_ended.clear()
         return ended

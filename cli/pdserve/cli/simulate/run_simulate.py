@@ -30,9 +30,9 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.models.model_folder import model_folder
 from pdserve.simulator.step_times import LinearStepTimes
 from pdserve.simulator.virtual_fleet import FleetPlan, WorkerPlan, running_fleet
+from pdserve.simulator.virtual_tiers import DISK_LINK, HOST_LINK
 from pdserve.simulator.virtual_time import VirtualTime, run_virtually
 from pdserve.simulator.virtual_transfer import Link
-from pdserve.text.tokenization.tokenizer import Tokenizer
 
 TIMEOUT_S = 3600.0
 """Virtual seconds of a request, at most."""
@@ -52,6 +52,10 @@ class SimulateOptions:
     num_decode: int
     times: LinearStepTimes
     link: Link
+    host: Link = HOST_LINK
+    disk: Link = DISK_LINK
+    draft_acceptance: float | None = None
+    """As of `WorkerPlan`, with the two before."""
     settings: Mapping[str, Any]
     """Of the services, as the command line has them."""
     config: Path | None
@@ -71,9 +75,17 @@ class SimulateOptions:
         for name, value, least in limits:
             if not least <= value < float("inf"):
                 raise ConfigError(f"{name} is {value:g}, at least {least:g} is needed")
-        for name, value in (("--trace-speed", self.trace_speed), ("--bandwidth", self.link.bytes_per_s / 1e9)):
+        positive = {
+            "--trace-speed": self.trace_speed,
+            "--bandwidth": self.link.bytes_per_s / 1e9,
+            "--host-bandwidth": self.host.bytes_per_s / 1e9,
+            "--disk-bandwidth": self.disk.bytes_per_s / 1e9,
+        }
+        for name, value in positive.items():
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name} is {value:g}, above 0 is needed")
+        if self.draft_acceptance is not None and not 0 <= self.draft_acceptance <= 1:
+            raise ConfigError(f"--draft-acceptance is {self.draft_acceptance:g}, 0 to 1 is needed")
         if not self.times.base_s and not self.times.token_s:
             raise ConfigError("--step-ms and --token-us are 0: a step takes some time")
 
@@ -87,8 +99,8 @@ class SimulateOptions:
             model_folder(router.model),
             router,
             [
-                WorkerPlan(prefill, self.num_prefill, self.times, self.link),
-                WorkerPlan(decode, self.num_decode, self.times, self.link),
+                WorkerPlan(settings, count, self.times, self.link, self.host, self.disk, self.draft_acceptance)
+                for settings, count in ((prefill, self.num_prefill), (decode, self.num_decode))
             ],
         )
 
@@ -122,7 +134,7 @@ def run_simulate(options: SimulateOptions) -> int:
 async def _run(
     plan: FleetPlan, sessions: list[TraceSession], seed: int, progress: Progress, virtual: VirtualTime
 ) -> list[RequestRecord]:
-    tokenizer = Tokenizer.from_folder(plan.folder)
+    tokenizer = plan.tokenizer()
     texts = TraceTexts(seed, make_draw_tokens(tokenizer))
     texts.prepare(sessions)
     task = progress.add_task("requests", total=sum(len(list(session.requests)) for session in sessions))

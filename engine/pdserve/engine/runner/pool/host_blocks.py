@@ -1,8 +1,8 @@
 """`HostBlocks`: the copies between the pool, the host-memory tier, and the store below it.
 
 Stores run in the order of the steps: a step that writes a block is queued after the copy of its former content. Loads run in a
-lane, on a device in a stream of their own, so steps of other sequences do not wait for them. What a load reads from the store is
-read before, in another lane, into a buffer: only bytes that were verified get into the pool.
+queue, on a device in a stream of their own, so steps of other sequences do not wait for them. What a load reads from the store is
+read before, in another queue, into a buffer: only bytes that were verified get into the pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError
 from pdserve.engine.runner.pool.block_store import SealedStore
-from pdserve.engine.runner.pool.copy_lanes import CopyLanes, ThreadLanes
+from pdserve.engine.runner.pool.copy_queues import CopyQueues, ThreadQueues
 from pdserve.engine.runner.pool.tier_memory import TierMemory
 from pdserve.engine.scheduler_output import CopyEnd, LookupEnd, SchedulerOutput
 from pdserve.engine.sequence_blocks import RowPairs
@@ -32,9 +32,9 @@ class HostBlocks:
         self,
         memory: TierMemory,
         store: SealedStore | None = None,
-        make_lanes: Callable[[Sequence[str]], CopyLanes] = ThreadLanes,
+        make_queues: Callable[[Sequence[str]], CopyQueues] = ThreadQueues,
     ) -> None:
-        """store: below host memory; None without one. make_lanes: takes their names."""
+        """store: below host memory; None without one. make_queues: takes their names."""
         self._memory = memory
         self._store = store
         self._num_clears = 0
@@ -42,7 +42,7 @@ class HostBlocks:
         self._is_closing = False
         self._closing = threading.Lock()
         """Held while a block is copied that was read: a read may outlive the engine, and the pool then has another one."""
-        self._lanes = make_lanes([_LOADS] if store is None else [_LOADS, _READS, _WRITES, _LOOKUPS])
+        self._queues = make_queues([_LOADS] if store is None else [_LOADS, _READS, _WRITES, _LOOKUPS])
 
     def copy(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
         """As `Executor.copy_blocks`."""
@@ -51,28 +51,28 @@ class HostBlocks:
         if scheduled.kv_clear:
             with self._closing:
                 self._num_clears += 1
-            self._lanes.put(_WRITES, self._clear)
+            self._queues.put(_WRITES, self._clear)
         for copy_id, wanted in scheduled.kv_lookups.items():
-            self._lanes.put(_LOOKUPS, partial(self._look_up, copy_id, wanted))
+            self._queues.put(_LOOKUPS, partial(self._look_up, copy_id, wanted))
         for copy_id, (name, (shape, slot)) in scheduled.kv_writes.items():
-            self._lanes.put(_WRITES, partial(self._write, copy_id, name, shape, slot, copied))
+            self._queues.put(_WRITES, partial(self._write, copy_id, name, shape, slot, copied))
         for load_id, by_shape in scheduled.kv_loads.items():
             load = partial(self._load, load_id, by_shape, copied)
             if reads := scheduled.kv_reads.get(load_id):
-                self._lanes.put(_READS, partial(self._read, load_id, reads, copied, load))
+                self._queues.put(_READS, partial(self._read, load_id, reads, copied, load))
             else:
-                self._lanes.put(_LOADS, load)
+                self._queues.put(_LOADS, load)
         return None if self._memory.is_synchronous else copied
 
     def finished(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
         """As `Executor.finished_copies`."""
-        return self._lanes.take(timeout_s)
+        return self._queues.take(timeout_s)
 
     def close(self) -> None:
-        """End the lanes, as `CopyLanes.close`, and the store. May be called again."""
+        """End the queues, as `CopyQueues.close`, and the store. May be called again."""
         with self._closing:
             self._is_closing = True
-        self._lanes.close()
+        self._queues.close()
         if self._store is not None:
             self._store.store.close()
 
@@ -84,7 +84,7 @@ class HostBlocks:
 
     def _load(self, load_id: int, by_shape: RowPairs, after: DeviceEvent) -> None:
         self._memory.load(by_shape, after)
-        self._lanes.end(CopyEnd(load_id))
+        self._queues.end(CopyEnd(load_id))
 
     def _read(
         self, load_id: int, reads: Sequence[tuple[bytes, int, int]], after: DeviceEvent, load: Callable[[], None]
@@ -100,9 +100,9 @@ class HostBlocks:
                     return
                 self._memory.load_buffer(shape, row, after)
         if lost:
-            self._lanes.end(CopyEnd(load_id, is_whole=False, lost=lost))
+            self._queues.end(CopyEnd(load_id, is_whole=False, lost=lost))
         else:
-            self._lanes.put(_LOADS, load)
+            self._queues.put(_LOADS, load)
 
     def _clear(self) -> None:
         try:
@@ -120,8 +120,8 @@ class HostBlocks:
             end = LookupEnd(copy_id, [] if self._num_clears else self._stored.store.find(names))
         except OSError:
             end = LookupEnd(copy_id, is_answered=False)
-        self._lanes.end(end)
+        self._queues.end(end)
 
     def _write(self, copy_id: int, name: bytes, shape: int, slot: int, after: DeviceEvent) -> None:
         lost = self._stored.write(name, self._memory.slot(shape, slot, after))
-        self._lanes.end(CopyEnd(copy_id, is_whole=name not in lost, lost=lost))
+        self._queues.end(CopyEnd(copy_id, is_whole=name not in lost, lost=lost))

@@ -40,7 +40,7 @@ def make_host_caches(pools: Sequence[Tensor], num_slots: BlockCounts) -> tuple[T
 class TierMemory(Protocol):
     """Pool, slots, and per shape a buffer for one block. An event is reached after all work that was queued before it.
 
-    The engine thread calls `store`, one lane `load`, and another one all others.
+    The engine thread calls `store`, one queue `load`, and another one all others.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""`CopyLanes`: where the copies between tiers run, next to the engine's steps, and where their ends wait for the engine."""
+"""`CopyQueues`: where the copies between tiers run, next to the engine's steps, and where their ends wait for the engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CLOSE_S = 5.0
 """Seconds that a call of the store may take after the end of its engine, before the engine is closed without it."""
 
 
-class CopyLanes(Protocol):
-    """Work of one lane runs in the order in which it was put there, and lanes at the same time."""
+class CopyQueues(Protocol):
+    """Work of one queue runs in the order in which it was put there, next to that of the others."""
 
-    def put(self, lane: str, work: Callable[[], object]) -> None:
-        """Run `work` after what was put into this lane before. What it raises is raised by `take`."""
+    def put(self, name: str, work: Callable[[], object]) -> None:
+        """Run `work` after what was put into this queue before. What it raises is raised by `take`."""
 
     def end(self, end: CopyEnd | LookupEnd) -> None:
         """Report an end; called by work."""
@@ -29,11 +29,11 @@ class CopyLanes(Protocol):
         """Ends since the last call; waits at most `timeout_s` seconds for the first. Raises: the exception of work."""
 
     def close(self) -> None:
-        """End the lanes, after what each of them runs; what was put there besides is dropped. May be called again."""
+        """End the queues, after what each of them runs; what was put there besides is dropped. May be called again."""
 
 
-class ThreadLanes:
-    """Implements `CopyLanes`: a thread per lane."""
+class ThreadQueues:
+    """Implements `CopyQueues`: a thread per queue."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._work = {name: queue.SimpleQueue[Callable[[], object] | None]() for name in names}
@@ -43,8 +43,8 @@ class ThreadLanes:
         for thread in self._threads:
             thread.start()
 
-    def put(self, lane: str, work: Callable[[], object]) -> None:
-        self._work[lane].put(work)
+    def put(self, name: str, work: Callable[[], object]) -> None:
+        self._work[name].put(work)
 
     def end(self, end: CopyEnd | LookupEnd) -> None:
         self._ended.put(end)
@@ -61,7 +61,7 @@ class ThreadLanes:
             ended.append(end)
 
     def close(self) -> None:
-        """As of `CopyLanes`. A call of the store that does not return is left to itself."""
+        """As of `CopyQueues`. A call of the store that does not return is left to itself."""
         self._is_closing = True
         for work in self._work.values():
             work.put(None)
