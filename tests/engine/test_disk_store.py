@@ -14,6 +14,7 @@ from pdserve.common.security.block_digest import Gmac
 from pdserve.engine.runner.pool import disk_store
 from pdserve.engine.runner.pool.block_store import SealedStore
 from pdserve.engine.runner.pool.disk_store import DiskStore
+from pdserve.engine.runner.pool.segment_files import DiskFolder
 
 BLOCK_BYTES = 100
 RECORD_BYTES = BLOCK_BYTES + 26 + 3
@@ -31,7 +32,7 @@ def block_of(number: int) -> memoryview:
 
 def opened(folder: Path, num_records: int = NUM_RECORDS) -> SealedStore:
     """A store of 8 segments."""
-    return SealedStore(DiskStore(folder, num_records * RECORD_BYTES), Gmac(bytes(32)))
+    return SealedStore(DiskStore(DiskFolder(folder), num_records * RECORD_BYTES), Gmac(bytes(32)))
 
 
 def write(store: SealedStore, *numbers: int) -> list[bytes]:
@@ -190,13 +191,13 @@ def test_an_index_spares_the_headers_or_counts_for_nothing(
             os.truncate(segments(tmp_path)[0], 5 * RECORD_BYTES)
     reads: list[int] = []
     with monkeypatch.context() as patched:
-        real = os.pread
+        real = os.preadv
 
-        def counted(descriptor: int, num_bytes: int, offset: int) -> bytes:
+        def counted(descriptor: int, buffers: list[bytearray], offset: int) -> int:
             reads.append(offset)
-            return real(descriptor, num_bytes, offset)
+            return real(descriptor, buffers, offset)
 
-        patched.setattr(os, "pread", counted)
+        patched.setattr(os, "preadv", counted)
         again = opened(tmp_path)
     assert (len(reads) > 0) is (damage != "")
     first = 5 if damage == "of a longer segment" else 10

@@ -14,7 +14,16 @@ from pdserve.cli.bench.trace_options import TraceFormatOption, TraceScale, Trace
 from pdserve.cli.clients.client_commands import chat, drain, generate, role, top, trace
 from pdserve.cli.exit_status import EXIT_CONFIG, EXIT_FAILED
 from pdserve.cli.settings_command import FlagsWithValues, given_settings, settings_command
-from pdserve.cli.simulate.device_options import AttendedNs, Bandwidth, ProfileOption, StepMs, TokenUs
+from pdserve.cli.simulate.device_options import (
+    AttendedNs,
+    Bandwidth,
+    DiskBandwidth,
+    DraftAcceptance,
+    HostBandwidth,
+    ProfileOption,
+    StepMs,
+    TokenUs,
+)
 from pdserve.common.errors import ConfigError
 
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
@@ -118,6 +127,9 @@ def simulate(
     token_us: TokenUs = None,
     attended_ns: AttendedNs = None,
     bandwidth: Bandwidth = None,
+    host_bandwidth: HostBandwidth = 25.0,
+    disk_bandwidth: DiskBandwidth = 3.0,
+    draft_acceptance: DraftAcceptance = None,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Target in milliseconds, as of `pdserve bench`.", show_default=False)
     ] = None,
@@ -136,8 +148,9 @@ def simulate(
     from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
 
     device = DeviceOptions(
-        profile=profile, level=level, step_ms=step_ms, token_us=token_us, attended_ns=attended_ns, bandwidth=bandwidth
-    )
+        profile=profile, level=level, step_ms=step_ms, token_us=token_us, attended_ns=attended_ns, bandwidth=bandwidth,
+        host_bandwidth=host_bandwidth, disk_bandwidth=disk_bandwidth,
+    )  # fmt: skip
     times, link = device.times()
     status = run_simulate(
         SimulateOptions(
@@ -150,6 +163,9 @@ def simulate(
             num_decode=decode,
             times=times,
             link=link,
+            host=device.host,
+            disk=device.disk,
+            draft_acceptance=draft_acceptance,
             settings=given_settings(context),
             config=config,
             goodput=goodput or [],

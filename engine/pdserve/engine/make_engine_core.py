@@ -17,8 +17,9 @@ from pdserve.engine.ranks.rank_messages import StoreOptions
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.loading.make_model_runner import make_model_runner
-from pdserve.engine.runner.pool.host_blocks import HostBlocks, make_host_caches
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.runner.pool.open_store import open_store
+from pdserve.engine.runner.pool.tier_memory import TensorMemory, make_host_caches
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import KvOutbox
@@ -66,7 +67,7 @@ def make_engine_core(
     host_blocks = None
     if config.num_host_blocks:
         slots = host_caches or make_host_caches(pools_of(kv_caches), config.num_host_blocks)
-        host_blocks = HostBlocks(kv_caches, slots, store=sealed)
+        host_blocks = HostBlocks(TensorMemory(kv_caches, slots), sealed)
     executor: Executor = SingleDeviceExecutor(runner, host_blocks)
     if ranks is not None:
         executor = TensorParallelExecutor(runner, ranks, host_blocks, store)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,57 +10,65 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.engine_core import LOAD_WAIT_S, EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.runner.loading.loaded_model import LoadedModel
+from pdserve.engine.runner.pool.block_store import BlockStore, SealedStore
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.scheduler_output import CopyEnd, GrammarOutput, LookupEnd, ModelRunnerOutput, SchedulerOutput
 from pdserve.simulator.step_times import Chunk, StepTimes
+from pdserve.simulator.virtual_drafts import VirtualDrafting, VirtualSequence
+from pdserve.simulator.virtual_tiers import NoDigest, VirtualDevice, VirtualQueues, VirtualTierMemory
 from pdserve.simulator.virtual_time import VirtualTime
+from pdserve.simulator.virtual_transfer import Link
 
-FIRST_TOKEN_ID = 3
-"""Tokens are drawn from here on, above the ids that most tokenizers have for the ends of texts."""
 ALIVE_S = 1.0
 """Seconds between two turns of an idle engine; its tick moves with each."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    num_known: int
-    """Tokens of prompt and output."""
-    num_computed: int
-    num_sequences: int
-    """That continue its prompt."""
-    index: int
 
 
 class _Pending(NamedTuple):
     """A `StepResult`."""
 
-    time: VirtualTime
-    ends_at_s: float
+    executor: VirtualExecutor
+    ends_at: float
+    """`clock.monotonic()` seconds."""
     output: ModelRunnerOutput
 
     def result(self) -> ModelRunnerOutput:
-        self.time.spend(self.ends_at_s - self.time.now_s)
-        return self.output
+        return self.executor.read(self)
 
 
 class VirtualExecutor:
-    """An `Executor` of one device, on which one step follows the other."""
+    """An `Executor` of one device, on which one step follows the other. Of several ranks it is one: all do the same at the same
+    time."""
 
     kv_written: DeviceEvent | None = None
 
-    def __init__(self, time: VirtualTime, times: StepTimes, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self,
+        time: VirtualTime,
+        times: StepTimes,
+        vocab_size: int,
+        hidden_size: int,
+        drafting: VirtualDrafting,
+        device: VirtualDevice,
+        host_blocks: HostBlocks | None,
+        queues: VirtualQueues,
+    ) -> None:
+        """host_blocks: None without tiers. queues: theirs."""
         self._time = time
+        self._device = device
+        self._host_blocks = host_blocks
+        self.queues = queues
         self._times = times
         self._vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self._sequences: dict[str, _Sequence] = {}
-        self._free_at_s = 0.0
-        """When the device has computed all steps so far."""
-        self._pending: _Pending | None = None
+        self._drafting = drafting
+        self._sequences: dict[str, VirtualSequence] = {}
+        self._unsampled: _Pending | None = None
+        """The step that `execute_model` began."""
 
     def check_health(self) -> None:
         """No effect."""
@@ -70,45 +77,54 @@ class VirtualExecutor:
         for request_id in scheduled.finished_req_ids:
             self._sequences.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
-            self._sequences[new.req_id] = _Sequence(
-                len(new.token_ids), new.num_computed_tokens, new.num_sequences, new.index
-            )
+            self._sequences[new.req_id] = VirtualSequence.of(new)
         chunks, output = [], ModelRunnerOutput()
         for request_id, count in scheduled.num_scheduled_tokens.items():
             sequence = self._sequences[request_id]
+            if drafts := scheduled.scheduled_spec_decode_tokens.get(request_id):
+                chunks.append(Chunk(count, sequence.num_computed, count))
+                output.req_ids.append(request_id)
+                output.sampled_token_ids.append(sequence.accept(drafts, self._vocab_size))
+                sequence.num_computed = sequence.num_known - 1
+                continue
             is_last = sequence.num_computed + count == sequence.num_known
             chunks.append(Chunk(count, sequence.num_computed, sequence.num_sequences if is_last else 0))
             sequence.num_computed += count
             if is_last:
                 for number in range(sequence.num_sequences):
                     output.req_ids.append(request_id)
-                    output.sampled_token_ids.append([self._token(sequence, number)])
+                    token_id = sequence.token(sequence.num_known, self._vocab_size, number)
+                    output.sampled_token_ids.append([token_id])
                 sequence.num_known += 1
                 sequence.num_sequences = 1
         output.compute_s = self._times.step_s(chunks)
-        self._free_at_s = max(self._free_at_s, self._time.now_s) + output.compute_s
-        self._pending = _Pending(self._time, self._free_at_s, output)
-
-    def _token(self, sequence: _Sequence, number: int) -> int:
-        """Some token: the same at the same place of the same sequence, wherever it is computed."""
-        place = sequence.num_known * 7919 + (sequence.index + number) * 104_729
-        return FIRST_TOKEN_ID + place % (self._vocab_size - FIRST_TOKEN_ID)
+        self._unsampled = _Pending(self, self._device.queue(output.compute_s), output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> _Pending:
-        assert self._pending is not None
-        return self._pending
+        assert self._unsampled is not None
+        pending, self._unsampled = self._unsampled, None
+        return pending
+
+    def read(self, pending: _Pending) -> ModelRunnerOutput:
+        """Wait for a step. As in a `ModelRunner`, nothing is drafted if the next one has begun."""
+        self._time.spend_until(pending.ends_at)
+        if self._unsampled is None:
+            self._drafting.add(self._sequences, pending.output)
+        return pending.output
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
-        return None
+        assert self._host_blocks is not None
+        return self._host_blocks.copy(scheduled)
 
     def finished_copies(self, timeout_s: float) -> list[CopyEnd | LookupEnd]:
-        return []
+        return [] if self._host_blocks is None else self._host_blocks.finished(timeout_s)
 
     def warm_up(self) -> None:
         """No effect."""
 
     def close(self) -> None:
-        """No effect."""
+        if self._host_blocks is not None:
+            self._host_blocks.close()
 
 
 class VirtualEngine:
@@ -124,23 +140,43 @@ class VirtualEngine:
         time: VirtualTime,
         times: StepTimes,
         outbox: KvOutbox,
+        host: Link,
+        store: BlockStore | None,
+        draft_acceptance: float,
     ) -> None:
-        """outline: as `load_outline` makes it."""
+        """outline: as `load_outline` makes it. host: between device and host memory. store: below that; None without one.
+        draft_acceptance: as of `VirtualDrafting`."""
         self._outline = outline
         self._settings = settings
         self._hasher = BlockHasher(key, settings.block_size)
         self._time = time
         self._times = times
         self._outbox = outbox
+        self._host = host
+        self._store = store
+        self._draft_acceptance = draft_acceptance
+        self._executor: VirtualExecutor | None = None
         self.info = outline.engine_info(settings)
 
     def make_core(self) -> EngineCore:
-        executor = VirtualExecutor(self._time, self._times, self.info.vocab_size, self.info.hidden_size)
+        self.close()
         config = self._outline.engine_config(self._settings)
-        return EngineCore(config, executor, Heartbeat(), self._hasher, self.info.vocab_size, self._outbox)
+        device, queues, host_blocks = VirtualDevice(), VirtualQueues(self._time), None
+        if config.num_host_blocks:
+            block_bytes = [shape.block_bytes for shape in self._outline.layout.shapes]
+            memory = VirtualTierMemory(self._time, device, block_bytes, self._host)
+            store = None if self._store is None else SealedStore(self._store, NoDigest())
+            host_blocks = HostBlocks(memory, store, lambda _: queues)
+        vocab_size = self.info.vocab_size
+        drafting = VirtualDrafting(config, vocab_size, self._draft_acceptance)
+        self._executor = VirtualExecutor(
+            self._time, self._times, vocab_size, self.info.hidden_size, drafting, device, host_blocks, queues
+        )
+        return EngineCore(config, self._executor, Heartbeat(), self._hasher, vocab_size, self._outbox)
 
     def close(self) -> None:
-        """No effect."""
+        if self._executor is not None:
+            self._executor.close()
 
 
 class VirtualEngineThread(EngineThread):
@@ -177,10 +213,19 @@ class VirtualEngineThread(EngineThread):
                 return
             if spent():
                 await asyncio.sleep(spent())
+            elif self.core.is_loading:
+                # the time that `EngineCore.step` waits for copies
+                await self._queues.until_ended(LOAD_WAIT_S)
             elif self._wait_s is None:
                 await asyncio.sleep(0)
             elif self._inbox.empty():
                 await self._news(self._wait_s if self.core.has_work else ALIVE_S)
+
+    @property
+    def _queues(self) -> VirtualQueues:
+        executor = self.core.executor
+        assert isinstance(executor, VirtualExecutor)
+        return executor.queues
 
     async def _news(self, wait_s: float) -> None:
         try:

@@ -64,6 +64,10 @@ class VirtualTime:
             raise RuntimeError("time is spent within `apart`")
         self._apart_s += max(0.0, seconds)
 
+    def spend_until(self, monotonic_s: float) -> None:
+        """`spend` the time until the clock shows this; none if it has."""
+        self.spend(monotonic_s - self.monotonic())
+
     @contextlib.contextmanager
     def apart(self) -> Iterator[Callable[[], float]]:
         """Yields a function that returns the seconds spent in the block."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pdserve.common import clock
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
 from pdserve.common.security.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant, ReadListener, ReadOrder, ReadOutcome
@@ -15,11 +17,49 @@ from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The network card of a worker: its reads share it, one after the other."""
+    """A way of bytes, as a network card, the bus to host memory, or a disk."""
 
     bytes_per_s: float
     latency_s: float
     """Seconds from a read's begin to its first byte."""
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of one read, which waits for no other."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+class Line:
+    """A `Link` in use: its reads share it, one after the other."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._free_at = 0.0
+        """`clock.monotonic()` seconds at which the reads so far have ended."""
+
+    def carry(self, num_bytes: int, after: float = 0.0) -> float:
+        """Begin a read now, or at `after` if that is later. Returns when it has ended, `clock.monotonic()` seconds."""
+        begins_at = max(max(clock.monotonic(), after) + self._link.latency_s, self._free_at)
+        self._free_at = begins_at + num_bytes / self._link.bytes_per_s
+        return self._free_at
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualEvent:
+    """A `DeviceEvent` whose time is known."""
+
+    at: float
+    """`clock.monotonic()` seconds."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("nothing waits for an event of a simulation: its time is known")
+
+
+def time_of(event: DeviceEvent | None) -> float:
+    """`clock.monotonic()` seconds of an event of a simulation; 0 without one."""
+    if event is None:
+        return 0.0
+    assert isinstance(event, VirtualEvent)
+    return event.at
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +89,12 @@ class VirtualPool:
 class VirtualConnector:
     """A `BlockConnector`."""
 
-    def __init__(self, name: str, link: Link) -> None:
+    def __init__(self, name: str, line: Line) -> None:
+        """line: of the rank's network card."""
         self.name = name
-        self._link = link
+        self._line = line
         self._loop = asyncio.get_running_loop()
         self._pool: PoolMemory | None = None
-        self._free_at = 0.0
-        """Loop time at which the reads so far have ended."""
 
     def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None:
         self._pool = pool
@@ -70,10 +109,8 @@ class VirtualConnector:
     def read(self, order: ReadOrder, listener: ReadListener) -> _Read:
         assert self._pool is not None
         num_bytes = len(order.blocks) * self._pool.block_bytes // order.parts
-        now = self._loop.time()
-        begins_at = max(now + self._link.latency_s, self._free_at)
-        self._free_at = begins_at + num_bytes / self._link.bytes_per_s
-        return _Read(self._loop, self._free_at, len(order.blocks), listener)
+        ends_at = self._line.carry(num_bytes, time_of(order.unused))
+        return _Read(self._loop, ends_at, len(order.blocks), listener)
 
     def close(self) -> None:
         """No effect."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
 from pdserve.common.errors import ConfigError
+from pdserve.models.model_folder import model_folder
 from pdserve.simulator.step_times import Chunk, LinearStepTimes
 from pdserve.simulator.virtual_transfer import Link
 
 TIMES = LinearStepTimes(0.010, 0.0001)
+DRAFTS = {"num_speculative_tokens": 2}
 
 
 @pytest.fixture
@@ -59,6 +62,27 @@ def test_a_run_repeats_exactly(options: SimulateOptions) -> None:
     assert runs[0]["max_ttft_ms"] > runs[0]["min_ttft_ms"]
 
 
+def test_all_tiers_ranks_drafts_and_adapters_together(options: SimulateOptions, tmp_path: Path) -> None:
+    settings = {
+        "num_blocks": 40, "max_model_len": 512, "kv_host_mib": 8, "kv_disk_path": str(tmp_path / "disk"), "kv_disk_gib": 0.1,
+        "tensor_parallel_size": 2, "speculative_config": DRAFTS, "enable_lora": True,
+    }  # fmt: skip
+    plain = figures(options)
+    found = figures(replace(options, settings=settings, draft_acceptance=1.0))
+    assert found["completed"] == 10
+    assert found["total_cached_tokens"] == plain["total_cached_tokens"]
+    assert found["median_e2el_ms"] < plain["median_e2el_ms"]
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_folder_without_a_tokenizer_gives_the_same_figures(options: SimulateOptions, tmp_path: Path) -> None:
+    shutil.copy(model_folder("demo") / "config.json", tmp_path)
+    found = figures(replace(options, settings={"num_blocks": 500, "model": str(tmp_path)}))
+    plain = figures(options)
+    names = ("completed", "total_output_tokens", "total_cached_tokens", "median_ttft_ms", "median_e2el_ms")
+    assert {name: found[name] for name in names} == pytest.approx({name: plain[name] for name in names})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -67,8 +91,14 @@ def test_a_run_repeats_exactly(options: SimulateOptions) -> None:
         ({"trace_scale": 0}, "--trace-scale is 0, at least 1 is needed"),
         ({"trace_scale": 7}, "blocks of 160 tokens cannot be divided by 7"),
         ({"settings": {"num_blocks": 0}}, "num_blocks is 0"),
-        ({"settings": {"num_blocks": 500, "kv_host_mib": 7}}, "kv_host_mib is 7, which is not simulated yet"),
-        ({"settings": {"num_blocks": 500, "tensor_parallel_size": 2}}, "tensor_parallel_size is 2, which is not"),
+        ({"host": Link(0.0, 0.0)}, "--host-bandwidth is 0, above 0 is needed"),
+        ({"disk": Link(-1e9, 0.0)}, "--disk-bandwidth is -1, above 0 is needed"),
+        ({"draft_acceptance": 1.5}, "--draft-acceptance is 1.5, 0 to 1 is needed"),
+        ({"settings": {"num_blocks": 500, "speculative_config": DRAFTS}}, "--draft-acceptance"),
+        (
+            {"settings": {"num_blocks": 500, "enable_lora": True, "lora_dir": "/nowhere"}},
+            "lora_dir is '/nowhere', which is not",
+        ),
         ({"trace": Path("/nowhere")}, "/nowhere"),
     ],
 )

@@ -31,7 +31,7 @@ from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.ranks.rank_messages import DiskOptions, MooncakeOptions, StoreOptions
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.pool.block_store import BlockStore, SealedStore
-from pdserve.engine.runner.pool.host_blocks import make_host_caches
+from pdserve.engine.runner.pool.tier_memory import make_host_caches
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens

@@ -16,8 +16,9 @@ from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.rank_messages import StoreOptions, ToRank, decode_to_rank, encode
 from pdserve.engine.runner.loading.make_model_runner import make_model_runner
 from pdserve.engine.runner.model_runner import ModelRunner
-from pdserve.engine.runner.pool.host_blocks import HostBlocks, make_host_caches
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.runner.pool.open_store import open_store
+from pdserve.engine.runner.pool.tier_memory import TensorMemory, make_host_caches
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
@@ -38,7 +39,7 @@ def load_rank(folder: Path, config: EngineConfig, rank: ThreadRank) -> tuple[Dec
 
 def host_blocks(kv_cache: Tensor, host_caches: Sequence[Tensor], store: StoreOptions | None, rank: int) -> HostBlocks:
     """A rank's part of the tiers."""
-    return HostBlocks([kv_cache], host_caches, store=None if store is None else open_store(store, rank))
+    return HostBlocks(TensorMemory([kv_cache], host_caches), None if store is None else open_store(store, rank))
 
 
 class RankThreads:

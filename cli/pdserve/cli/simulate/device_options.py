@@ -27,5 +27,16 @@ AttendedNs = Annotated[
 ]
 Bandwidth = Annotated[
     float | None,
-    typer.Option(help="Gigabytes per second into a worker. Default: the profile's, else 1.", show_default=False),
+    typer.Option(
+        help="Gigabytes per second into each rank of a worker. Default: the profile's, else 1.", show_default=False
+    ),
+]
+HostBandwidth = Annotated[float, typer.Option(help="Gigabytes per second between each rank's device and host memory.")]
+DiskBandwidth = Annotated[float, typer.Option(help="Gigabytes per second of a worker's disk.")]
+DraftAcceptance = Annotated[
+    float | None,
+    typer.Option(
+        help="Part of drafts that is accepted, of those whose predecessors are; needed with speculative_config.",
+        show_default=False,
+    ),
 ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from pdserve.common.errors import ConfigError
 from pdserve.simulator.profile import Level, ProfileStepTimes, read_profile
 from pdserve.simulator.step_times import LinearStepTimes, StepTimes
+from pdserve.simulator.virtual_tiers import DISK_LINK, HOST_LINK
 from pdserve.simulator.virtual_transfer import Link
 
 LATENCY_S = 100e-6
@@ -24,7 +25,19 @@ class DeviceOptions:
     token_us: float | None = None
     attended_ns: float | None = None
     bandwidth: float | None = None
-    """Gigabytes per second into a worker; that of the profile if it has one."""
+    """Gigabytes per second into each rank of a worker; that of the profile if it has one."""
+    host_bandwidth: float = HOST_LINK.bytes_per_s / 1e9
+    disk_bandwidth: float = DISK_LINK.bytes_per_s / 1e9
+
+    @property
+    def host(self) -> Link:
+        """Between each rank's device and host memory."""
+        return Link(self.host_bandwidth * 1e9, HOST_LINK.latency_s)
+
+    @property
+    def disk(self) -> Link:
+        """Of a worker."""
+        return Link(self.disk_bandwidth * 1e9, DISK_LINK.latency_s)
 
     def times(self) -> tuple[StepTimes, Link]:
         """Raises: ConfigError naming the option, its value and its limit."""
@@ -32,8 +45,12 @@ class DeviceOptions:
         for name, value in given.items():
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} is {value:g}, at least 0 is needed")
-        if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
-            raise ConfigError(f"--bandwidth is {self.bandwidth:g}, above 0 is needed")
+        rates = {
+            "--bandwidth": self.bandwidth, "--host-bandwidth": self.host_bandwidth, "--disk-bandwidth": self.disk_bandwidth
+        }  # fmt: skip
+        for name, value in rates.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} is {value:g}, above 0 is needed")
         bytes_per_s = None if self.bandwidth is None else self.bandwidth * 1e9
         if self.profile is None:
             times = LinearStepTimes(

@@ -31,9 +31,9 @@ from pdserve.models.model_folder import model_folder
 from pdserve.simulator.coarse.coarse_fleet import CoarseFleet
 from pdserve.simulator.step_times import StepTimes
 from pdserve.simulator.virtual_fleet import FleetPlan, WorkerPlan, running_fleet
+from pdserve.simulator.virtual_tiers import DISK_LINK, HOST_LINK
 from pdserve.simulator.virtual_time import VirtualTime, run_virtually
 from pdserve.simulator.virtual_transfer import Link
-from pdserve.text.tokenization.tokenizer import Tokenizer
 
 TIMEOUT_S = 3600.0
 """Virtual seconds of a request, at most."""
@@ -53,6 +53,10 @@ class SimulateOptions:
     num_decode: int
     times: StepTimes
     link: Link
+    host: Link = HOST_LINK
+    disk: Link = DISK_LINK
+    draft_acceptance: float | None = None
+    """As of `WorkerPlan`, with the two before."""
     settings: Mapping[str, Any]
     """Of the services, as the command line has them."""
     config: Path | None
@@ -72,6 +76,8 @@ class SimulateOptions:
                 raise ConfigError(f"{name} is {value:g}, at least {least:g} is needed")
         if not 0 < self.trace_speed < float("inf"):
             raise ConfigError(f"--trace-speed is {self.trace_speed:g}, above 0 is needed")
+        if self.draft_acceptance is not None and not 0 <= self.draft_acceptance <= 1:
+            raise ConfigError(f"--draft-acceptance is {self.draft_acceptance:g}, 0 to 1 is needed")
 
     def fleet(self) -> FleetPlan:
         """Raises: ConfigError for settings that no service can have."""
@@ -83,8 +89,8 @@ class SimulateOptions:
             model_folder(router.model),
             router,
             [
-                WorkerPlan(prefill, self.num_prefill, self.times, self.link),
-                WorkerPlan(decode, self.num_decode, self.times, self.link),
+                WorkerPlan(settings, count, self.times, self.link, self.host, self.disk, self.draft_acceptance)
+                for settings, count in ((prefill, self.num_prefill), (decode, self.num_decode))
             ],
         )
 
@@ -165,7 +171,7 @@ async def _run(
     on_record: Callable[[RequestRecord], None],
     virtual: VirtualTime,
 ) -> list[RequestRecord]:
-    tokenizer = Tokenizer.from_folder(plan.folder)
+    tokenizer = plan.tokenizer()
     texts = TraceTexts(seed, make_draw_tokens(tokenizer))
     texts.prepare(sessions)
     async with running_fleet(plan, virtual) as router:

@@ -31,6 +31,7 @@ from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_rank
 from pdserve.engine.runner.loading.make_model_runner import make_model_runner
 from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.runner.pool.open_store import open_store
+from pdserve.engine.runner.pool.tier_memory import TensorMemory
 from pdserve.engine.scheduler_output import RequestFailure
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | No
 
 def _host_blocks(model: LoadedModel, rank: int, store: StoreOptions | None) -> HostBlocks:
     sealed = None if store is None else open_store(store, rank)
-    return HostBlocks(model.kv_caches, model.host_caches, store=sealed)
+    return HostBlocks(TensorMemory(model.kv_caches, model.host_caches), sealed)
 
 
 def _receive_socket(rank_0: socket.socket) -> socket.socket:

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from pdserve.common import clock
 from pdserve.common.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_outline
 from pdserve.router.admission.admission import Admission
@@ -30,6 +32,8 @@ from pdserve.simulator.coarse.event_queue import EventQueue
 from pdserve.simulator.virtual_fleet import FleetPlan, WorkerPlan, verify_simulated
 from pdserve.simulator.virtual_transfer import Link
 
+ONLY_EXACT = MappingProxyType({"kv_host_mib": 0, "kv_store": None, "speculative_config": None})
+"""Settings of workers -> the values that the coarse mode takes."""
 REPORT_S = 1.0
 """Seconds between two reports of a worker."""
 
@@ -140,7 +144,8 @@ class CoarseFleet:
         numbers = itertools.count()
         with clock.used(self.events.time):
             for each in plan.workers:
-                verify_simulated(each.settings)
+                verify_simulated(each)
+                _verify_coarse(each.settings)
                 outline = load_outline(plan.folder, each.settings)
                 for _ in range(each.count):
                     member = self._member(each, outline, next(numbers))
@@ -399,6 +404,13 @@ class _Run:
     def _end_share(self, member: _Member) -> None:
         self._shares[member].end()
         self._changed(member)
+
+
+def _verify_coarse(settings: WorkerSettings) -> None:
+    """Raises: ConfigError for what only the exact mode simulates."""
+    for name, default in ONLY_EXACT.items():
+        if (value := getattr(settings, name)) != default:
+            raise ConfigError(f"{name} is {value!r}, which only the exact mode simulates")
 
 
 def _nothing(num_cached: int) -> None:

@@ -40,7 +40,7 @@ class DeviceRuntime(Protocol):
     def event(self) -> TimedEvent:
         """An event after all work queued so far."""
 
-    def copy_beside(self, after: TimedEvent, copies: Callable[[], None]) -> None:
+    def copy_beside(self, after: DeviceEvent, copies: Callable[[], None]) -> None:
         """Run copies that steps do not wait for, after an event; returns when they have ended. Called by a thread of its own."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -73,7 +73,7 @@ class ProcessorRuntime:
     def event(self) -> ClockEvent:
         return ClockEvent()
 
-    def copy_beside(self, after: TimedEvent, copies: Callable[[], None]) -> None:
+    def copy_beside(self, after: DeviceEvent, copies: Callable[[], None]) -> None:
         after.synchronize()
         copies()
 
@@ -123,7 +123,7 @@ class CudaRuntime:
     def event(self) -> CudaEvent:
         return CudaEvent(self._device)
 
-    def copy_beside(self, after: TimedEvent, copies: Callable[[], None]) -> None:
+    def copy_beside(self, after: DeviceEvent, copies: Callable[[], None]) -> None:
         assert isinstance(after, CudaEvent)
         if self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

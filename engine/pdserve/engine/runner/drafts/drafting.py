@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
 import numpy as np
 
-from pdserve.engine.runner.inputs.input_batch import InputBatch
+from pdserve.engine.arrays import IntArray
 from pdserve.engine.scheduler_output import ModelRunnerOutput
 from pdserve.engine.speculation.drafter import Drafter, DraftRows
+
+
+class DraftedBatch(Protocol):
+    """What is read of an `InputBatch`."""
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """req_id -> row."""
+
+    @property
+    def num_speculative(self) -> IntArray:
+        """`[num_rows]`: tokens to draft, at most."""
+
+    @property
+    def token_ids(self) -> IntArray: ...
+
+    @property
+    def num_tokens(self) -> IntArray: ...
+
+    @property
+    def sampling_parameters(self) -> Callable[[IntArray, int], Any]:
+        """This and the two before: as of `DraftRows`."""
 
 
 class Drafting:
@@ -17,7 +42,7 @@ class Drafting:
         self._drafter = drafter
         self._max_rows = max_rows
 
-    def propose(self, batch: InputBatch, result: ModelRunnerOutput) -> None:
+    def propose(self, batch: DraftedBatch, result: ModelRunnerOutput) -> None:
         """Write the drafts of the sequences that a step gave tokens into its result."""
         if self._max_rows is not None and len(batch.rows) > self._max_rows:
             return

@@ -27,11 +27,11 @@ from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder
-from pdserve.engine.runner.pool.host_blocks import make_host_caches
 from pdserve.engine.runner.pool.memory_fit import allocating
 from pdserve.engine.runner.pool.memory_needs import adapter_bytes
 from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.runner.pool.pool_size import host_slots, pool_setting, pool_size, with_kv_cache_groups
+from pdserve.engine.runner.pool.tier_memory import make_host_caches
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -294,8 +294,9 @@ def _load(
     fingerprint = _fingerprint(folder, settings, config)
     groups = config.kv_cache_groups(settings.block_size, fingerprint, shard, cache_dtype)
     layout = config.kv_layout(settings.block_size, fingerprint, shard, cache_dtype)
-    # ranks above 0 do not load it, but count its cache: all pools have equally many blocks
-    draft_decoder = None if draft_folder is None or shard.rank > 0 else draft_folder.load(settings)
+    # ranks above 0 do not load it, but count its cache: all pools have equally many blocks. An outline computes nothing
+    loads_draft = draft_folder is not None and shard.rank == 0 and device != "meta"
+    draft_decoder = draft_folder.load(settings) if draft_folder is not None and loads_draft else None
     left_bytes, more_bytes = None, 0
     if settings.num_blocks is None and settings.pool_mib is None:
         place = torch.device(device)
@@ -323,8 +324,9 @@ def _load(
     with allocating(pool_setting(settings), pool_bytes, device):
         kv_caches = make_kv_caches(groups, num_blocks, device)
     host_caches: tuple[Tensor, ...] = ()
+    host = "meta" if device == "meta" else "cpu"
     if slots := host_slots(settings, layout, num_blocks):
-        with allocating(f"kv_host_mib {settings.kv_host_mib}", layout.pool_bytes(slots)):
+        with allocating(f"kv_host_mib {settings.kv_host_mib}", layout.pool_bytes(slots), host):
             host_caches = make_host_caches(pools_of(kv_caches), slots)
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:

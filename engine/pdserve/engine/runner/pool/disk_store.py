@@ -17,17 +17,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import struct
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from pdserve.common import clock
+from pdserve.engine.runner.pool.segment_files import SegmentFile, SegmentFolder
 
 log = logging.getLogger(__name__)
 
@@ -40,25 +39,19 @@ _HEADER = struct.Struct("<4sHQQ")
 _MAGIC = b"pdkv"
 _MAX_NAME_BYTES = 64
 _FIXED_BYTES = _HEADER.size + 4
-_SUFFIX = ".kv"
-_INDEX_SUFFIX = ".index"
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
     number: int
-    path: Path
-    descriptor: int
+    file: SegmentFile
+    """A read that goes on keeps it, also when the segment is removed."""
     num_bytes: int = 0
     """Where the next record begins."""
     names: dict[bytes, None] = field(default_factory=dict)
     """Of blocks that no later segment has."""
     used_bytes: int = 0
     """Of blocks that were read since they were written."""
-
-    def __del__(self) -> None:
-        # a read that goes on keeps the segment, and so the file
-        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +66,8 @@ class _Place:
 class DiskStore:
     """One process's folder of segments."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        """folder: made if need be. max_bytes: of all segments. Raises: OSError."""
+    def __init__(self, folder: SegmentFolder, max_bytes: int) -> None:
+        """max_bytes: of all segments. Raises: OSError."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._segment_bytes = min(SEGMENT_BYTES, max_bytes // MIN_SEGMENTS)
@@ -87,9 +80,8 @@ class DiskStore:
         self._last: _Segment | None = None
         """The one that grows."""
         self._full_until = 0.0
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in sorted(folder.glob(f"*{_SUFFIX}")):
-            self._open(path)
+        for number, file in folder.open_all().items():
+            self._open(_Segment(number, file))
         self._next_number = max(self._segments, default=0) + 1
 
     @property
@@ -149,8 +141,8 @@ class DiskStore:
             self._places.clear()
             self._used.clear()
             self._last = None
-        for segment in segments.values():
-            _remove(segment)
+        for number in segments:
+            self._folder.remove(number)
 
     def close(self) -> None:
         if self._last is not None:
@@ -180,7 +172,7 @@ class DiskStore:
     def _put(self, name: bytes, header: bytes | bytearray, data: memoryview) -> None:
         num_bytes = len(header) + len(data)
         segment = self._last if self._last is not None and self._fits_last(num_bytes) else self._begin_segment()
-        if (written := os.pwritev(segment.descriptor, [header, data], segment.num_bytes)) != num_bytes:
+        if (written := segment.file.write(header, data, segment.num_bytes)) != num_bytes:
             raise OSError(errno.ENOSPC, f"{written} of {num_bytes} bytes were written")
         with self._lock:
             self._add(name, _Place(segment, segment.num_bytes, len(data)))
@@ -189,9 +181,7 @@ class DiskStore:
     def _begin_segment(self) -> _Segment:
         if self._last is not None:
             self._write_index(self._last)
-        path = self._folder / f"{self._next_number:08}{_SUFFIX}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._last = _Segment(self._next_number, path, descriptor)
+        self._last = _Segment(self._next_number, self._folder.create(self._next_number))
         self._next_number += 1
         with self._lock:
             self._segments[self._last.number] = self._last
@@ -217,7 +207,7 @@ class DiskStore:
                     lost.append(name)
                 self._drop(name)
             del self._segments[victim.number]
-        _remove(victim)
+        self._folder.remove(victim.number)
         for name, place in kept:
             self._write_again(name, place, lost)
         return True
@@ -231,7 +221,7 @@ class DiskStore:
         """The file of the block is removed, but still open."""
         header, data = bytearray(_FIXED_BYTES + len(name)), bytearray(place.num_bytes)
         try:
-            os.preadv(place.segment.descriptor, [header, data], place.offset)
+            place.segment.file.read([header, memoryview(data)], place.offset)
             self._put(name, header, memoryview(data))
         except OSError:
             lost.append(name)
@@ -242,7 +232,7 @@ class DiskStore:
             places = [(name, self._places[name]) for name in segment.names]
         records = [(name, place.offset, place.num_bytes) for name, place in places]
         with contextlib.suppress(OSError):
-            _index_path(segment).write_bytes(_make_index(segment.num_bytes, records))
+            self._folder.write_index(segment.number, _make_index(segment.num_bytes, records))
 
     # ---- under the lock
 
@@ -262,24 +252,20 @@ class DiskStore:
 
     # ---- at the start
 
-    def _open(self, path: Path) -> None:
-        try:
-            number = int(path.stem)
-        except ValueError:
-            return
-        segment = _Segment(number, path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        for name, place in _read_index(segment) or _records(segment):
+    def _open(self, segment: _Segment) -> None:
+        index = self._folder.read_index(segment.number)
+        for name, place in _read_index(segment, index) or _records(segment):
             self._add(name, place)
-        self._segments[number] = segment
+        self._segments[segment.number] = segment
 
 
 def _records(segment: _Segment) -> Iterator[tuple[bytes, _Place]]:
     """The whole records of a segment; sets its `num_bytes`."""
-    size = os.fstat(segment.descriptor).st_size
+    size = segment.file.size
     while True:
         offset = segment.num_bytes
-        header = os.pread(segment.descriptor, _FIXED_BYTES + _MAX_NAME_BYTES, offset)
-        found = _read_header(header)
+        header = bytearray(_FIXED_BYTES + _MAX_NAME_BYTES)
+        found = _read_header(header[: segment.file.read([header], offset)])
         if found is None:
             return
         name, num_bytes, _ = found
@@ -290,34 +276,21 @@ def _records(segment: _Segment) -> Iterator[tuple[bytes, _Place]]:
         yield name, _Place(segment, offset, num_bytes)
 
 
-def _remove(segment: _Segment) -> None:
-    for path in (segment.path, _index_path(segment)):
-        path.unlink(missing_ok=True)
-
-
-def _index_path(segment: _Segment) -> Path:
-    return segment.path.with_suffix(_INDEX_SUFFIX)
-
-
 def _make_index(num_bytes: int, records: Sequence[tuple[bytes, int, int]]) -> bytes:
     """num_bytes: of the segment. records: name, offset, and bytes of the block of each."""
     data = msgspec.msgpack.encode((num_bytes, records))
     return zlib.crc32(data).to_bytes(4, "little") + data
 
 
-def _read_index(segment: _Segment) -> list[tuple[bytes, _Place]] | None:
-    """None if there is no whole index of the segment; else sets its `num_bytes`."""
-    try:
-        data = _index_path(segment).read_bytes()
-    except OSError:
-        return None
-    if int.from_bytes(data[:4], "little") != zlib.crc32(data[4:]):
+def _read_index(segment: _Segment, data: bytes | None) -> list[tuple[bytes, _Place]] | None:
+    """data: as read. None if there is no whole index of the segment; else sets its `num_bytes`."""
+    if data is None or int.from_bytes(data[:4], "little") != zlib.crc32(data[4:]):
         return None
     try:
         num_bytes, records = msgspec.msgpack.decode(data[4:], type=tuple[int, list[tuple[bytes, int, int]]])
     except msgspec.DecodeError:
         return None
-    if num_bytes > os.fstat(segment.descriptor).st_size:
+    if num_bytes > segment.file.size:
         return None
     segment.num_bytes = num_bytes
     return [(name, _Place(segment, offset, size)) for name, offset, size in records]
@@ -328,7 +301,7 @@ def _read_record(name: bytes, place: _Place, into: memoryview) -> int | None:
     header = bytearray(_FIXED_BYTES + len(name))
     if place.num_bytes != len(into):
         return None
-    if os.preadv(place.segment.descriptor, [header, into], place.offset) != len(header) + len(into):
+    if place.segment.file.read([header, into], place.offset) != len(header) + len(into):
         return None
     found = _read_header(header)
     return None if found is None or found[0] != name else found[2]

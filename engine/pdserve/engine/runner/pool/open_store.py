@@ -22,8 +22,19 @@ from pdserve.engine.ranks.rank_messages import DiskOptions, MooncakeOptions, Sto
 from pdserve.engine.runner.pool.block_store import SealedStore
 from pdserve.engine.runner.pool.disk_store import DiskStore
 from pdserve.engine.runner.pool.mooncake_store import MooncakeStore
+from pdserve.engine.runner.pool.segment_files import DiskFolder
 
 _NAME_BYTES = 8
+
+
+def store_context(settings: WorkerSettings, layout: KvLayout) -> bytes:
+    """Equal for workers that can use each other's stored blocks."""
+    return f"{layout_fingerprint(layout)}/{settings.tensor_parallel_size}".encode()
+
+
+def disk_bytes(settings: WorkerSettings) -> int:
+    """Of each rank."""
+    return int(settings.kv_disk_gib * (1 << 30))
 
 
 class StoreClaim:
@@ -34,7 +45,7 @@ class StoreClaim:
 
         Raises: ConfigError for a folder that cannot be used.
         """
-        context = f"{layout_fingerprint(layout)}/{settings.tensor_parallel_size}".encode()
+        context = store_context(settings, layout)
         secret = key.derive(STORED_BLOCKS, context)
         # the name of a folder, and of what is shared, tells nothing of the key that seals blocks
         name = key.derive(STORED_BLOCKS, b"folder/" + context)[:_NAME_BYTES].hex()
@@ -48,7 +59,7 @@ class StoreClaim:
 
     def _claim_folder(self, settings: WorkerSettings, name: str, secret: bytes) -> DiskOptions:
         parent = Path(settings.kv_disk_path or "") / name
-        max_bytes = int(settings.kv_disk_gib * (1 << 30))
+        max_bytes = disk_bytes(settings)
         try:
             folder = self._claim(parent)
             free_bytes = shutil.disk_usage(folder).free
@@ -88,4 +99,4 @@ def open_store(options: StoreOptions, rank: int) -> SealedStore:
     digest = Gmac(options.key)
     if isinstance(options, MooncakeOptions):
         return SealedStore(MooncakeStore(options.url, options.prefix, rank), digest)
-    return SealedStore(DiskStore(Path(options.folder) / f"rank{rank}", options.max_bytes), digest)
+    return SealedStore(DiskStore(DiskFolder(Path(options.folder) / f"rank{rank}"), options.max_bytes), digest)
