@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Literal
@@ -224,8 +225,11 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Reasons why blocks cannot be transferred between the two, one line each: `name: ours != theirs` for a field; empty if
         they can. Ranks may differ in number if each side's ranks have equal parts of the heads. Draft heads may differ.
         """
+        return list(_differences(self, other))
+
+    def _differences(self, other: KvLayout) -> list[str]:
         if not self.has_draft_head_of(other):
-            return self.without_draft_head().differences(other.without_draft_head())
+            return self.without_draft_head()._differences(other.without_draft_head())
         found = _differing(self, other, ("shapes", *_OF_RANKS))
         if len(self.shapes) != len(other.shapes):
             found.append(f"shapes: {len(self.shapes)} != {len(other.shapes)}")
@@ -244,6 +248,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def _has_even(self, shape: BlockShape) -> bool:
         return 0 <= self.tp_rank < self.tp_size and shape.is_even(self.tp_size)
+
+
+@functools.lru_cache(1024)
+def _differences(ours: KvLayout, theirs: KvLayout) -> tuple[str, ...]:
+    """A router asks for each pair of workers of each request, and few layouts are different."""
+    return tuple(ours._differences(theirs))
 
 
 def _differing(ours: msgspec.Struct, theirs: msgspec.Struct, allowed: tuple[str, ...]) -> list[str]:

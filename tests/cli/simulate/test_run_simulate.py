@@ -91,8 +91,6 @@ def test_a_folder_without_a_tokenizer_gives_the_same_figures(options: SimulateOp
         ({"trace_scale": 0}, "--trace-scale is 0, at least 1 is needed"),
         ({"trace_scale": 7}, "blocks of 160 tokens cannot be divided by 7"),
         ({"settings": {"num_blocks": 0}}, "num_blocks is 0"),
-        ({"host": Link(0.0, 0.0)}, "--host-bandwidth is 0, above 0 is needed"),
-        ({"disk": Link(-1e9, 0.0)}, "--disk-bandwidth is -1, above 0 is needed"),
         ({"draft_acceptance": 1.5}, "--draft-acceptance is 1.5, 0 to 1 is needed"),
         ({"settings": {"num_blocks": 500, "speculative_config": DRAFTS}}, "--draft-acceptance"),
         (

@@ -58,7 +58,8 @@ class FairQueue(Generic[T]):
 
     def append(self, tenant: str, key: Hashable, item: T, priority: int = 0) -> None:
         """Insert after the tenant's items of the same priority; lower values are first. key: must not be in the queue."""
-        queue = self._queues.setdefault(tenant, _TenantQueue())
+        if (queue := self._queues.get(tenant)) is None:
+            queue = self._queues[tenant] = _TenantQueue()
         if tenant not in self._waiting:
             queue.served = max(queue.served, self._now)
             self._arrivals += 1

@@ -20,6 +20,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._bits: dict[WorkerKey, int] = {}
+        self._workers: dict[int, WorkerKey] = {}
+        """`_bits`, the other way round."""
         self._held: dict[WorkerKey, set[bytes]] = {}
         self._masks: dict[bytes, int] = {}
         self._speculative: dict[WorkerKey, _Speculation] = {}
@@ -58,6 +60,7 @@ class PrefixIndex:
         self._speculative.pop(worker, None)
         bit = self._bits.pop(worker, None)
         if bit is not None:
+            del self._workers[bit]
             for block_hash in held:
                 self._narrow(block_hash, ~(1 << bit))
 
@@ -68,8 +71,9 @@ class PrefixIndex:
 
     def holders(self, block_hash: bytes) -> list[WorkerKey]:
         """The workers that have reported the block."""
-        mask = self._masks.get(block_hash, 0)
-        return [worker for worker, bit in self._bits.items() if mask >> bit & 1] if mask else []
+        lengths: dict[WorkerKey, int] = {}
+        _note(lengths, self._workers, self._masks.get(block_hash, 0), 1)
+        return list(lengths)
 
     def match(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], now_s: float) -> dict[WorkerKey, int]:
         """worker -> blocks of the prompt's longest prefix that it holds or will hold soon, 0 included."""
@@ -82,10 +86,12 @@ class PrefixIndex:
 
         last_suffices: a worker has a prefix if it has its last block (`KvLayout.hits_need_last_block`).
         """
-        bits = {worker: self._bits.get(worker) for worker in workers}
-        lengths = dict.fromkeys(bits, 0)
-        alive = sum(1 << bit for bit in bits.values() if bit is not None)
-        by_bit = {bit: worker for worker, bit in bits.items() if bit is not None}
+        lengths = dict.fromkeys(workers, 0)
+        alive = 0
+        for worker in lengths:
+            if (bit := self._bits.get(worker)) is not None:
+                alive |= 1 << bit
+        by_bit = self._workers
         masks = self._masks
         if last_suffices:
             for depth in range(len(hashes), 0, -1):
@@ -128,9 +134,8 @@ class PrefixIndex:
     def _bit(self, worker: WorkerKey) -> int:
         bit = self._bits.get(worker)
         if bit is None:
-            used = set(self._bits.values())
-            bit = next(number for number in range(len(used) + 1) if number not in used)
-            self._bits[worker] = bit
+            bit = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
+            self._bits[worker], self._workers[bit] = bit, worker
         return bit
 
     def _narrow(self, block_hash: bytes, keep: int) -> None:

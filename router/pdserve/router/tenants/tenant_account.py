@@ -132,7 +132,9 @@ class TenantAccounts:
         """Returns the use of a tenant in other routers; called at each check, so it must not block."""
 
     def __getitem__(self, tenant: str) -> TenantAccount:
-        return self._accounts.setdefault(tenant, TenantAccount())
+        if (account := self._accounts.get(tenant)) is None:
+            account = self._accounts[tenant] = TenantAccount()
+        return account
 
     def items(self) -> list[tuple[str, TenantAccount]]:
         """All tenants with current or recent use."""
