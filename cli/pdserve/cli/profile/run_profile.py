@@ -26,7 +26,8 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import load_settings, values_of
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.engine.runner.device.cuda_devices import device_name
-from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model, verify_model, verify_worker
+from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.model_folder import model_folder
 from pdserve.models.model_impl import read_model_config
 from pdserve.simulator.layer_tables import profile_of_layers
@@ -110,11 +111,10 @@ def run_profile(options: ProfileOptions) -> None:
 
 def measured_profile(options: ProfileOptions, settings: WorkerSettings) -> tuple[Profile, dict[StepShape, Spread]]:
     """The profile, and the steps of which it is made, coarsest first. Raises: as `run_profile`."""
-    if settings.speculative_config is not None:
-        raise ConfigError("speculative_config is set, and steps with drafts are not measured")
     given = {**options.settings, "num_threads": settings.num_threads}
     [plan] = make_plan(given, options.config, {options.role: 1}).children
     folder = model_folder(settings.model)
+    _verify_steps(folder, settings)
     seconds = SECONDS if options.seconds is None else options.seconds
     with progress_bar() as progress:
 
@@ -156,6 +156,20 @@ def measured_profile(options: ProfileOptions, settings: WorkerSettings) -> tuple
     return profile, steps
 
 
+def _verify_steps(folder: Path, settings: WorkerSettings) -> None:
+    """Raises: ConfigError, UnsupportedModel for a worker that would not start, or has other steps than those that are measured."""
+    verify_worker(folder, settings)
+    config = verify_model(folder, settings)
+    reasons = {
+        f"{folder} has an encoder": isinstance(config, EncoderDecoderConfig),
+        f"{folder} has a classification head": config.classifier is not None,
+        "speculative_config is set": settings.speculative_config is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"{reason}, and such steps are not measured")
+
+
 async def _start_s(plan: ChildPlan, folder: Path) -> float:
     """Seconds from the start of a worker's process until it serves. Raises: ConfigError."""
     worker = WorkerChild(plan, folder, plan.settings.metrics_port)
@@ -171,11 +185,8 @@ def measure_steps(
 ) -> dict[StepShape, Spread]:
     """Steps of the first round, and of further ones while there is time, in this order. Ends the model.
 
-    on_step: called with the seconds that are past. Raises: ConfigError for a model without steps of these kinds.
+    on_step: called with the seconds that are past. Raises: ConfigError for a pool that is too small.
     """
-    if model.encoder_decoder is not None or model.num_labels:
-        kind = "an encoder" if model.encoder_decoder is not None else "a classification head"
-        raise ConfigError(f"{model.folder} has {kind}, and its steps are not measured")
     bench = StepBench(model, settings)
     steps: dict[StepShape, Spread] = {}
     try:
@@ -186,6 +197,7 @@ def measure_steps(
                 if number and past > seconds:
                     return steps
                 steps[shape] = Spread.of(bench.measure(shape))
+                bench.check()
                 on_step(int(past))
         return steps
     finally:

@@ -102,16 +102,24 @@ class StepBench:
             while self._turns.core.has_work:
                 self._turns.turn_s()
 
-    def close(self) -> None:
-        """Check that no block is in use, and end the engine."""
+    @property
+    def num_hit_tokens(self) -> int:
+        """Tokens that the engine has found in its cache."""
+        return self._turns.core.scheduler.kv.num_hit_tokens
+
+    def check(self) -> None:
+        """Raises: RuntimeError, PoolCorrupt if a block is in use."""
         self._turns.core.scheduler.check(idle=True)
+
+    def close(self) -> None:
+        """End the engine and its model."""
         self._engine.close()
 
     def _use_chunk(self, tokens: int) -> None:
         """Let the engine compute chunks of so many tokens. 0: as its settings say."""
         if tokens == self._chunk:
             return
-        self._turns.core.scheduler.check(idle=True)
+        self.check()
         settings = self._settings
         if tokens:
             limits = msgspec.structs.replace(settings.limits, long_prefill_token_threshold=tokens)

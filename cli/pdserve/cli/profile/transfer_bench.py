@@ -68,7 +68,7 @@ def measure_transfer(plan: ChildPlan, shape: BlockShape) -> tuple[str, TransferT
                 source.stdin.flush()
                 metadata = _metadata(source.stdout.readline())
                 name = next(name for name in connectors.names if name in metadata)
-                return name, _measured(connectors, pool, name, metadata[name], _digest(plan.settings.kv_digest))
+                return name, time_of_reads(connectors, pool, name, metadata[name], _digest(plan.settings.kv_digest))
             finally:
                 source.stdin.close()
     finally:
@@ -91,7 +91,7 @@ def _digest(setting: str) -> BlockDigest:
     return Gmac(bytes(KEY_BYTES)) if setting == GMAC else XXH3
 
 
-def _measured(
+def time_of_reads(
     connectors: ConnectorSet, pool: PoolMemory, name: str, metadata: bytes, digest: BlockDigest
 ) -> TransferTime:
     """The line through the times of one block and of the whole pool."""
