@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "decode": WORKER,
     "router": {"text", "common", "v1"},
     "llm": {"engine", "text", "common"},
-    "simulator": WORKER | {"prefill", "decode", "router", "text"},
+    "simulator": WORKER | {"prefill", "decode", "router", "text", "models"},
     "cli": set(FOLDERS),
 }
 FLOORS = {

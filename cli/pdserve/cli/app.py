@@ -60,6 +60,15 @@ keys = typer.Typer(help="API keys of a router's clients.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 
 
+def _with_model(given: dict[str, Any], model_argument: str | None) -> dict[str, Any]:
+    """The given settings with MODEL. Raises: ConfigError if both name one."""
+    if model_argument is None:
+        return given
+    if "model" in given:
+        raise ConfigError(f"MODEL is {model_argument!r} and --model is {given['model']!r}: give one of them")
+    return {**given, "model": model_argument}
+
+
 @app.callback()
 def pdserve(
     show_version: Annotated[
@@ -92,11 +101,7 @@ def up(
     from pdserve.cli.up.cluster import RayCluster
     from pdserve.cli.up.up_command import run_up
 
-    given = given_settings(context)
-    if model_argument is not None and "model" in given:
-        raise ConfigError(f"MODEL is {model_argument!r} and --model is {given['model']!r}: give one of them")
-    if model_argument is not None:
-        given["model"] = model_argument
+    given = _with_model(given_settings(context), model_argument)
     if verbose:
         given["log_level"] = "info"
     on_ray = None if ray is None else RayCluster(ray, ray_timeout_s, verbose)
@@ -228,6 +233,48 @@ def plan(
         decode_cost=decode_cost, num_check=check, folder=out,
     )  # fmt: skip
     raise typer.Exit(run_plan(options))
+
+
+@app.command(cls=settings_command("prefill", "decode"))
+def profile(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="File that is written, for `pdserve simulate --profile`.")],
+    model_argument: ModelArgument = None,
+    role: Annotated[Literal["prefill", "decode"], typer.Option(help="The worker whose settings these are.")] = "decode",
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Limit of the measured steps; the coarsest are measured in any case. Default: 120.", show_default=False
+        ),
+    ] = None,
+    layers: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure nothing, and add up the tables of single layers in this folder, of LLMServingSim's profiler.",
+            show_default=False,
+        ),
+    ] = None,
+    device_name: Annotated[
+        str | None, typer.Option(help="Name of the device in the profile. Default: its own.", show_default=False)
+    ] = None,
+    overhead_us: Annotated[
+        float | None,
+        typer.Option(
+            help="With --layers: microseconds of each step in which the device computes nothing. Default: 0.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Config = None,
+) -> None:
+    """Times of a worker's steps, transfers and start, measured on this machine, for `pdserve simulate --profile`."""
+    from pdserve.cli.profile.run_profile import ProfileOptions, run_profile
+
+    run_profile(
+        ProfileOptions(
+            role=role, settings=_with_model(given_settings(context), model_argument), config=config, out=out,
+            seconds=seconds, layers=layers, device_name=device_name, overhead_us=overhead_us,
+        )
+    )  # fmt: skip
 
 
 @app.command(cls=settings_command("router"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +28,7 @@ FORMAT = 1
 MAX_BYTES = 256 << 20
 """Of a file."""
 Level = Literal["low", "median", "high"]
+LEVELS: tuple[Level, ...] = ("low", "median", "high")
 
 
 class Spread(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -47,6 +48,10 @@ class Spread(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def at(self, level: Level) -> float:
         return {"low": self.low_s, "median": self.median_s, "high": self.high_s}[level]
+
+    def map(self, change: Callable[[float, Level], float]) -> Spread:
+        """change: takes the seconds of a level."""
+        return Spread(change(self.median_s, "median"), change(self.low_s, "low"), change(self.high_s, "high"))
 
 
 class CountTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -90,6 +95,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tokens: tuple[CountTime, ...]
     outputs: tuple[CountTime, ...]
     attention: tuple[AttentionTime, ...]
+    whole_steps: bool = False
+    """True if whole steps were measured, so that attention is what they take more than their tokens; False if attention was."""
+    further_chunk_s: float = 0.0
+    """Seconds that each chunk of a step but the first takes by itself."""
     transfer: TransferTime | None = None
     start_s: Spread | None = None
     """From the start of a worker's process until it serves."""
@@ -115,6 +124,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if not sample.chunk and not sample.sequences:
                 raise ConfigError(f"attention[{number}] has neither a chunk nor sequences")
             _verify_spread(f"attention[{number}]", sample.time)
+        if not 0 <= self.further_chunk_s < math.inf:
+            raise ConfigError(f"further_chunk_s is {self.further_chunk_s:g}, at least 0 is needed")
         if self.transfer is not None:
             if not 0 < self.transfer.bytes_per_s < math.inf:
                 raise ConfigError(f"transfer.bytes_per_s is {self.transfer.bytes_per_s:g}, above 0 is needed")
@@ -159,7 +170,19 @@ def write_profile(profile: Profile, path: Path) -> None:
         raise ConfigError(f"profile {path}: {error.strerror}") from error
 
 
-class _Curve:
+def _line(count: float, low: tuple[int, float], high: tuple[int, float]) -> float:
+    """The value at `count` of the line through two samples. Above both it does not fall, and below both it stays above nothing
+    if they do: by noise the last of many samples may be less than the one before."""
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    if count > high[0]:
+        return high[1] + max(0.0, slope) * (count - high[0])
+    if count < low[0]:
+        return max(min(0.0, low[1]), low[1] + slope * (count - low[0]))
+    # at each sample exactly its value
+    return low[1] + slope * (count - low[0]) if count < high[0] else high[1]
+
+
+class Curve:
     """A function of one number by straight lines between samples, which go on beyond them."""
 
     def __init__(self, samples: Mapping[int, float]) -> None:
@@ -171,9 +194,8 @@ class _Curve:
         if len(self.counts) == 1:
             return self.values[0]
         above = min(max(bisect.bisect_left(self.counts, count), 1), len(self.counts) - 1)
-        low, high = self.counts[above - 1], self.counts[above]
-        slope = (self.values[above] - self.values[above - 1]) / (high - low)
-        return max(0.0, self.values[above - 1] + slope * (count - low))
+        low, high = ((self.counts[place], self.values[place]) for place in (above - 1, above))
+        return _line(count, low, high)
 
 
 class _Surface:
@@ -184,15 +206,14 @@ class _Surface:
         for (first, second), value in samples.items():
             rows.setdefault(first, {})[second] = value
         self.firsts = sorted(rows)
-        self._rows = [_Curve(rows[first]) for first in self.firsts]
+        self._rows = [Curve(rows[first]) for first in self.firsts]
 
     def __call__(self, first: float, second: float) -> float:
         if len(self._rows) == 1:
             return self._rows[0](second)
         above = min(max(bisect.bisect_left(self.firsts, first), 1), len(self._rows) - 1)
-        low, high = self.firsts[above - 1], self.firsts[above]
-        at_low, at_high = self._rows[above - 1](second), self._rows[above](second)
-        return max(0.0, at_low + (at_high - at_low) * (first - low) / (high - low))
+        low, high = ((self.firsts[place], self._rows[place](second)) for place in (above - 1, above))
+        return _line(first, low, high)
 
 
 class _Mix(NamedTuple):
@@ -249,8 +270,8 @@ class ProfileStepTimes(StepTimes):
 
     def __init__(self, profile: Profile, level: Level = "median") -> None:
         """level: which of the measured times."""
-        self._tokens = _Curve({each.count: each.time.at(level) for each in profile.tokens})
-        self._outputs = _Curve({each.count: each.time.at(level) for each in profile.outputs})
+        self._tokens = Curve({each.count: each.time.at(level) for each in profile.tokens})
+        self._outputs = Curve({each.count: each.time.at(level) for each in profile.outputs})
         of_chunks, of_singles, together = {}, {}, {}
         for each in profile.attention:
             seconds = each.time.at(level)
@@ -267,13 +288,21 @@ class ProfileStepTimes(StepTimes):
             {**{(1, context): time for (count, context), time in of_singles.items() if count == 1}, **of_chunks}
         )
         self._singles = _Surface(of_singles)
-        self._floor_s = min(of_chunks.values(), default=0.0)
-        """Of a launch, which all chunks of a step share."""
+        # a launch is the least that a chunk takes, and all chunks of a step share it
+        self._further_chunk_s = profile.further_chunk_s - max(0.0, min(of_chunks.values(), default=0.0))
+        self._is_of_steps = profile.whole_steps
         factors = {}
         for mix, seconds in together.items():
-            if (apart_s := self._chunks(mix.chunk, mix.before) + self._singles(mix.sequences, mix.context)) > 0:
-                factors[mix] = seconds / apart_s
+            apart_s = self._chunks(mix.chunk, mix.before) + self._singles(mix.sequences, mix.context)
+            mixed_s = self._mixed_tokens_s(mix.chunk + mix.sequences)
+            if apart_s + mixed_s > 0:
+                factors[mix] = (seconds + mixed_s) / (apart_s + mixed_s)
         self._mixing = _Mixing(factors) if factors else None
+
+    def _mixed_tokens_s(self, num_tokens: float) -> float:
+        """The time to which the factor of mixing applies besides that of attention: a difference of steps may be next to nothing,
+        or less, and no number to take a factor of."""
+        return self._tokens(num_tokens) if self._is_of_steps else 0.0
 
     def batch_s(self, parts: Sequence[Chunk], num_singles: int, num_before: int) -> float:
         num_outputs = num_singles + sum(part.num_outputs for part in parts)
@@ -282,15 +311,17 @@ class ProfileStepTimes(StepTimes):
         num_singles += len(parts) - len(chunks)
         num_before += sum(part.num_before for part in parts if part.num_tokens == 1)
         in_chunks = sum(chunk.num_tokens for chunk in chunks)
-        seconds = self._tokens(in_chunks + num_singles)
+        num_tokens = in_chunks + num_singles
+        seconds = self._tokens(num_tokens)
         if num_outputs:
             seconds += self._outputs(num_outputs)
         context = num_before / num_singles if num_singles else 0.0
         attention_s = self._singles(num_singles, context) if num_singles else 0.0
         if chunks:
             attention_s += sum(self._chunks(chunk.num_tokens, chunk.num_before) for chunk in chunks)
-            attention_s -= (len(chunks) - 1) * self._floor_s
+            attention_s += (len(chunks) - 1) * self._further_chunk_s
         if chunks and num_singles and self._mixing is not None:
             before = sum(chunk.num_tokens * chunk.num_before for chunk in chunks) / in_chunks
-            attention_s *= self._mixing(_Mix(in_chunks, before, num_singles, context))
-        return seconds + attention_s
+            factor = self._mixing(_Mix(in_chunks, before, num_singles, context))
+            attention_s += (factor - 1.0) * (attention_s + self._mixed_tokens_s(num_tokens))
+        return max(0.0, seconds + attention_s)

@@ -80,16 +80,19 @@ class LoadedEngine:
         """An engine without services. Raises: ConfigError naming the setting, its value and its limit; UnsupportedModel."""
         return cls(load_model(folder, settings), settings, logits_processors=logits_processors)
 
-    def make_core(self) -> EngineCore:
+    def make_core(self, settings: WorkerSettings | None = None) -> EngineCore:
+        """As `EngineSource.make_core`. settings: of this engine, where they differ from those of the model in what shapes neither
+        weights nor pool."""
+        settings = settings or self._settings
         # the last engine may have left sequences in their grammars, and loads that write into the pool
         self._close_core()
-        grammars = self._model.grammar_compiler(self._settings)
+        grammars = self._model.grammar_compiler(settings)
         if grammars is not None:
             # its thread and its processes would outlive this object
             self._close_grammars = weakref.finalize(self, grammars.close)
-        config = self._model.engine_config(self._settings)
+        config = self._model.engine_config(settings)
         if self._outbox is None:
-            config = replace(config, max_sequences=self._settings.max_num_seqs)
+            config = replace(config, max_sequences=settings.max_num_seqs)
         self._core = make_engine_core(
             config,
             self._model.decoder,

@@ -6,14 +6,19 @@ A process of its own: a driver may hang, and the first look makes a CUDA context
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.processes.child_answers import ChildAnswers
 from pdserve.common.settings.worker_settings import WorkerSettings
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +57,17 @@ def verify_device(device: str) -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (index := gpu_index(device)) is not None and index >= num_gpus:
         raise ConfigError(f"device is {device!r}, but torch {torch.__version__} sees {num_gpus} CUDA devices here")
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or that of the processor with its number of cores. device: as `WorkerSettings` verifies it, and here."""
+    import torch  # may print, so it is imported after standard output was redirected
+
+    if (index := gpu_index(device)) is not None:
+        return str(torch.cuda.get_device_name(index))
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def cuda_view(devices: Sequence[str]) -> CudaView:

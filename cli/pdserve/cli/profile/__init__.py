@@ -1,0 +1,1 @@
+"""`pdserve profile`: what a worker's steps, transfers and start take here, for `pdserve simulate`."""
