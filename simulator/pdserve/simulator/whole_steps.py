@@ -118,7 +118,10 @@ def _difference(with_outputs: Spread, without: Spread) -> Spread:
 
 
 def _within(chunk: int, chunks: Mapping[tuple[int, int], Spread]) -> float:
-    """Seconds for what a chunk's own tokens attend to."""
-    first = chunks[chunk, 0].median_s
-    rows = {before: time.median_s - first for (count, before), time in chunks.items() if count == chunk}
-    return min(max(0.0, Curve(rows)(chunk / 2)), first) if len(rows) > 1 else 0.0
+    """Seconds for what a chunk's own tokens attend to, by the chunk with the most before it: the others are closer to the noise."""
+    first_s = chunks[chunk, 0].median_s
+    most = max(before for count, before in chunks if count == chunk)
+    if not most:
+        return 0.0
+    slope = (chunks[chunk, most].median_s - first_s) / most
+    return min(max(0.0, slope * chunk / 2), first_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import math
 import os
 import time
@@ -129,10 +131,15 @@ def measured_profile(options: ProfileOptions, settings: WorkerSettings) -> tuple
         ended = begin("weights")
         model = load_model(folder, settings)
         ended(1)
-        steps = measure_steps(model, settings, seconds, begin("seconds of steps", math.ceil(seconds)))
-        ended = begin("transfers")
-        connector, transfer = measure_transfer(plan, model.layout.shapes[0])
-        ended(1)
+        with contextlib.closing(model):
+            ended = begin("transfers")
+            connector, transfer = measure_transfer(plan, model.layout.shapes[0])
+            ended(1)
+            # as a worker does: a full collection over what is loaded would be part of some step
+            gc.freeze()
+            # last, since it pins this thread if the settings say so, and later processes with it
+            steps = measure_steps(model, settings, seconds, begin("seconds of steps", math.ceil(seconds)))
+            gc.unfreeze()
     noted = {name: value for name, value in values_of(settings).items() if name in NOTED}
     noted |= {
         "max_num_batched_tokens": settings.step_tokens,
