@@ -144,11 +144,20 @@ def simulate(
         typer.Option("--coarse", help="Simulate batches in place of sequences: for many workers, or many requests."),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.", show_default=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one page with results and plots to this file.", show_default=False)
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.", show_default=False)] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write queues and pools of each virtual second to this CSV file.", show_default=False),
+    ] = None,
 ) -> None:
     """A trace on a fleet in virtual time: the router and workers of `pdserve up`, whose steps take the given times.
 
     Nothing is computed, and no weights are read.
     """
+    from pdserve.cli.bench.report_files import ReportFiles
     from pdserve.cli.simulate.device_times import DeviceOptions
     from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
 
@@ -176,7 +185,8 @@ def simulate(
             goodput=goodput or [],
             seed=seed,
             is_coarse=coarse,
-            json_file=json,
+            files=ReportFiles(json, html, plots),
+            timeline_file=timeline,
         )
     )
     raise typer.Exit(status)
@@ -225,7 +235,7 @@ def plan(
     load = SimulateOptions(
         trace=trace, trace_format=trace_format, num_sessions=num, trace_speed=trace_speed, trace_scale=trace_scale,
         num_prefill=1, num_decode=1, times=times, link=link, settings=given_settings(context), config=config,
-        goodput=[], seed=seed, is_coarse=True, json_file=None,
+        goodput=[], seed=seed, is_coarse=True,
     )  # fmt: skip
     targets = [Target.parse(text) for text in slo]
     options = PlanOptions(

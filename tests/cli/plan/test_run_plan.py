@@ -35,7 +35,7 @@ def options(tmp_path: Path) -> PlanOptions:
     load = SimulateOptions(
         trace=trace, trace_format=None, num_sessions=150, trace_speed=1.0, trace_scale=1, num_prefill=1, num_decode=1,
         times=LinearStepTimes(0.010, 0.0002), link=Link(1e9, 1e-4), settings={"num_blocks": "1000"}, config=None,
-        goodput=[], seed=0, is_coarse=True, json_file=None,
+        goodput=[], seed=0, is_coarse=True,
     )  # fmt: skip
     targets = [Target.parse("ttft_p95=0.6"), Target.parse("tpot_p95=0.03")]
     return PlanOptions(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.cli.bench.report_files import ReportFiles
 from pdserve.cli.simulate.run_simulate import SimulateOptions, run_simulate
 from pdserve.common.errors import ConfigError
 from pdserve.models.model_folder import model_folder
@@ -32,14 +35,14 @@ def options(tmp_path: Path) -> SimulateOptions:
     return SimulateOptions(
         trace=trace, trace_format=None, num_sessions=100, trace_speed=1.0, trace_scale=1, num_prefill=1, num_decode=1,
         times=TIMES, link=Link(1e9, 1e-4), settings={"num_blocks": 500}, config=None, goodput=["ttft:20"], seed=0,
-        json_file=tmp_path / "out.json",
+        files=ReportFiles(tmp_path / "out.json"),
     )  # fmt: skip
 
 
 def figures(options: SimulateOptions) -> dict[str, Any]:
     assert run_simulate(options) == 0
-    assert options.json_file is not None
-    return dict(json.loads(options.json_file.read_text()))
+    assert options.files.json_file is not None
+    return dict(json.loads(options.files.json_file.read_text()))
 
 
 def test_figures_are_those_of_the_given_step_times(options: SimulateOptions) -> None:
@@ -104,3 +107,38 @@ def test_what_cannot_be_simulated_is_named(options: SimulateOptions, changes: di
     with pytest.raises(ConfigError) as caught:
         run_simulate(replace(options, **changes))
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("is_coarse", [False, True])
+def test_queues_and_pools_by_time(options: SimulateOptions, tmp_path: Path, is_coarse: bool) -> None:
+    busy = replace(options, trace_speed=1.05, is_coarse=is_coarse, timeline_file=tmp_path / "timeline.csv")
+    found = figures(busy)
+    with (tmp_path / "timeline.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["role"] for row in rows} == {"router", "prefill", "decode"}
+    times = sorted({float(row["time_s"]) for row in rows})
+    assert times[0] < 0.1
+    assert times[-1] > found["duration"] - 1.5
+    assert all(after - before == pytest.approx(1.0) for before, after in itertools.pairwise(times))
+    assert max(int(row["running"]) for row in rows) > 0
+    decode = [row for row in rows if row["role"] == "decode"]
+    assert all(int(row["blocks_total"]) == 500 for row in decode if row["blocks_total"] != "0")
+
+
+def test_a_page_and_plots_are_written(options: SimulateOptions, tmp_path: Path) -> None:
+    files = ReportFiles(None, tmp_path / "page.html", tmp_path / "plots")
+    assert run_simulate(replace(options, files=files)) == 0
+    assert "Queues and pools by time" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "plots" / "queues_and_pools_by_time.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["json", "timeline"])
+def test_files_that_cannot_be_written_are_named_before_the_run(
+    options: SimulateOptions, tmp_path: Path, name: str
+) -> None:
+    missing = tmp_path / "nowhere" / "file"
+    broken = (
+        replace(options, timeline_file=missing) if name == "timeline" else replace(options, files=ReportFiles(missing))
+    )
+    with pytest.raises(ConfigError, match=f"--{name} is .*nowhere/file, which cannot be written"):
+        run_simulate(broken)

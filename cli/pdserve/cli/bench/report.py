@@ -6,7 +6,7 @@ import base64
 import html
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ def as_json(summary: Summary, conditions: dict[str, Any], records: Sequence[Requ
     return json.dumps(content, indent=1) + "\n"
 
 
-def as_html(summary: Summary, conditions: dict[str, Any], pictures: dict[str, bytes]) -> str:
+def as_html(summary: Summary, conditions: dict[str, Any], pictures: Mapping[str, bytes]) -> str:
     """One page without further files: results as tables, plots as data URLs."""
 
     def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -118,8 +118,8 @@ def as_html(summary: Summary, conditions: dict[str, Any], pictures: dict[str, by
     )
 
 
-def plots(records: Sequence[RequestRecord]) -> dict[str, bytes]:
-    """Name -> PNG. Raises: ConfigError where matplotlib is not installed."""
+def new_figure() -> Figure:
+    """Raises: ConfigError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -127,6 +127,11 @@ def plots(records: Sequence[RequestRecord]) -> dict[str, bytes]:
             "--html and --plots need matplotlib, which is not installed: in pdserve's repository, "
             ".venv/bin/python deploy/install.py bench"
         ) from error
+    return Figure(figsize=(9, 4), layout="constrained")
+
+
+def plots(records: Sequence[RequestRecord]) -> dict[str, bytes]:
+    """Name -> PNG. Raises: ConfigError where matplotlib is not installed."""
     answered = [record for record in records if record.error is None]
     latencies = [Latencies.of(record) for record in answered]
     series = {
@@ -134,26 +139,27 @@ def plots(records: Sequence[RequestRecord]) -> dict[str, bytes]:
         "time per output token": [one.tpot * 1e3 for one in latencies if one.tpot is not None],
         "end to end": [one.e2el * 1e3 for one in latencies],
     }
-    distribution = Figure(figsize=(9, 4), layout="constrained")
+    distribution = new_figure()
     for axes, (name, values) in zip(distribution.subplots(1, len(series)), series.items(), strict=True):
         axes.ecdf(values) if values else None
         axes.set(title=name, xlabel="ms", ylabel="share of requests")
-    by_time = Figure(figsize=(9, 4), layout="constrained")
+    by_time = new_figure()
     axes = by_time.subplots()
     axes.plot([r.sent_s for r in answered], [one.ttft * 1e3 for one in latencies], ".", label="TTFT")
     failed = [record.sent_s for record in records if record.error is not None]
     axes.plot(failed, [0.0] * len(failed), "rx", label="failed")
     axes.set(title="time to first token by sending time", xlabel="s", ylabel="ms")
     axes.legend()
-    return {"Latencies": _png(distribution), "TTFT by time": _png(by_time)}
+    return {"Latencies": png(distribution), "TTFT by time": png(by_time)}
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """The picture's file."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)
     return data.getvalue()
 
 
-def write_plots(pictures: dict[str, bytes], folder: Path) -> None:
+def write_plots(pictures: Mapping[str, bytes], folder: Path) -> None:
     for name, data in pictures.items():
         (folder / f"{name.lower().replace(' ', '_')}.png").write_bytes(data)

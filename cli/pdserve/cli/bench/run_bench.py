@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import signal
 import sys
@@ -21,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pdserve.cli.bench.endpoints import Endpoint, GrpcEndpoint, OpenAIEndpoint, tls_options
-from pdserve.cli.bench.report import as_html, as_json, plots, tables, write_plots
+from pdserve.cli.bench.report import tables
+from pdserve.cli.bench.report_files import ReportFiles
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
 from pdserve.cli.bench.trace_options import TraceFormat
@@ -115,16 +115,14 @@ class BenchOptions:
             raise ConfigError(f"--url is {self.url}, host:port is needed with --api grpc")
         if self.extra_body and self.api == "grpc":
             raise ConfigError("--extra-body is given with --api grpc, whose requests are not JSON")
-        for flag, file in (("--json", self.json_file), ("--html", self.html_file)):
-            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-                raise ConfigError(f"{flag} is {file}, which cannot be written")
 
 
 def run_bench(options: BenchOptions) -> int:
     """Run, show and write. Returns the exit status: 1 if a request failed, 130 after Ctrl-C or SIGTERM. Raises: ConfigError."""
     options.verify()
     targets = parse_targets(options.goodput)
-    _prepare_plots(options)
+    files = ReportFiles(options.json_file, options.html_file, options.plots_folder)
+    files.prepare()
     model, root = (options.model, None) if options.api == "grpc" else _served_model(options)
     tokenizer = _load_tokenizer(options, model, root)
     with progress_bar() as progress:
@@ -141,14 +139,7 @@ def run_bench(options: BenchOptions) -> int:
     for table in tables(summary):
         Console().print(table)
     show_errors(records)
-    if options.json_file is not None:
-        write_report(options.json_file, as_json(summary, conditions, records if options.save_requests else None))
-    if options.html_file or options.plots_folder:
-        pictures = plots(records)
-        if options.html_file is not None:
-            write_report(options.html_file, as_html(summary, conditions, pictures))
-        if options.plots_folder is not None:
-            write_plots(pictures, options.plots_folder)
+    files.write(summary, conditions, records, saves_requests=options.save_requests)
     if not completed:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if summary.failures else 0
@@ -160,17 +151,6 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _prepare_plots(options: BenchOptions) -> None:
-    """Report an absent library or a folder that cannot be made before the run, not after it. Raises: ConfigError."""
-    if options.html_file or options.plots_folder:
-        plots([])
-    if options.plots_folder is not None:
-        try:
-            options.plots_folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--plots is {options.plots_folder}, which cannot be made: {error.strerror}") from error
-
-
 def parse_extra_body(text: str | None) -> dict[str, Any]:
     """Raises: ConfigError."""
     if text is None:
@@ -179,14 +159,6 @@ def parse_extra_body(text: str | None) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(f"--extra-body is not a JSON object: {error}") from error
-
-
-def write_report(path: Path, text: str) -> None:
-    """Raises: ConfigError."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 async def _run(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pdserve.cli.bench.report import as_json, tables
-from pdserve.cli.bench.run_bench import make_draw_tokens, progress_bar, show_errors, write_report
+from pdserve.cli.bench.report import tables
+from pdserve.cli.bench.report_files import ReportFiles
+from pdserve.cli.bench.run_bench import make_draw_tokens, progress_bar, show_errors
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Distribution, Summary, parse_targets
 from pdserve.cli.bench.trace_options import TraceFormat
@@ -22,12 +25,15 @@ from pdserve.cli.bench.traces.trace_text import TraceTexts
 from pdserve.cli.exit_status import EXIT_FAILED
 from pdserve.cli.simulate.coarse_run import run_coarsely
 from pdserve.cli.simulate.fleet_endpoint import FleetEndpoint
+from pdserve.cli.simulate.fleet_timeline import FleetTimeline, TimelineRow
 from pdserve.cli.up.cluster_plan import settings_by_role
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.models.model_folder import model_folder
+from pdserve.router.requests.inference import Inference
 from pdserve.simulator.coarse.coarse_fleet import CoarseFleet
 from pdserve.simulator.step_times import StepTimes
 from pdserve.simulator.virtual_fleet import FleetPlan, WorkerPlan, running_fleet
@@ -63,7 +69,9 @@ class SimulateOptions:
     goodput: list[str]
     seed: int
     is_coarse: bool = False
-    json_file: Path | None
+    files: ReportFiles = field(default_factory=ReportFiles)
+    timeline_file: Path | None = None
+    """CSV of queues and pools."""
 
     def verify(self) -> None:
         """Raises: ConfigError naming the option, its value and its limit."""
@@ -107,21 +115,27 @@ def run_simulate(options: SimulateOptions) -> int:
     options.verify()
     targets = parse_targets(options.goodput)
     plan, sessions = options.fleet(), options.sessions()
+    options.files.prepare()
+    timeline = FleetTimeline()
+    if options.timeline_file is not None:
+        timeline.write(options.timeline_file)
     began = time.monotonic()
     with progress_bar() as progress:
         task = progress.add_task("requests", total=sum(len(list(session.requests)) for session in sessions))
         simulated = simulate(
-            plan, sessions, options.seed, lambda record: progress.advance(task), is_coarse=options.is_coarse
+            plan, sessions, options.seed, lambda record: progress.advance(task), timeline, is_coarse=options.is_coarse
         )
     records, summary = simulated.records, simulated.summary(targets)
     for table in tables(summary):
         Console().print(table)
     Console(stderr=True).print(f"simulated {summary.duration_s:.1f} s in {time.monotonic() - began:.1f} s")
     show_errors(records)
-    if options.json_file is not None:
-        write_report(
-            options.json_file, as_json(summary, {"simulated": "coarse" if options.is_coarse else "exact"}, records)
-        )
+    conditions = {"simulated": "coarse" if options.is_coarse else "exact"}
+    has_pictures = options.files.html_file or options.files.plots_folder
+    pictures = {"Queues and pools by time": timeline.picture()} if has_pictures else {}
+    options.files.write(summary, conditions, records, saves_requests=True, pictures=pictures)
+    if options.timeline_file is not None:
+        timeline.write(options.timeline_file)
     return EXIT_FAILED if summary.failures else 0
 
 
@@ -147,10 +161,11 @@ def simulate(
     sessions: list[TraceSession],
     seed: int,
     on_record: Callable[[RequestRecord], None],
+    timeline: FleetTimeline | None = None,
     *,
     is_coarse: bool = False,
 ) -> Simulated:
-    """Replay the sessions. Raises: ConfigError, UnsupportedModel."""
+    """Replay the sessions. timeline: gets rows. Raises: ConfigError, UnsupportedModel."""
     if is_coarse:
         fleet, records = CoarseFleet(plan), list[RequestRecord]()
 
@@ -158,10 +173,12 @@ def simulate(
             records.append(record)
             on_record(record)
 
+        if timeline is not None:
+            fleet.watch(timeline.every_s, lambda now_s: timeline.rows.extend(_coarse_rows(fleet, now_s)))
         run_coarsely(fleet, sessions, ended)
         return Simulated(records, fleet.step_gaps, fleet.busy_s)
     random.seed(seed)  # the product draws the jitter of its waits
-    return Simulated(run_virtually(lambda virtual: _run(plan, sessions, seed, on_record, virtual)))
+    return Simulated(run_virtually(lambda virtual: _run(plan, sessions, seed, on_record, timeline, virtual)))
 
 
 async def _run(
@@ -169,6 +186,7 @@ async def _run(
     sessions: list[TraceSession],
     seed: int,
     on_record: Callable[[RequestRecord], None],
+    timeline: FleetTimeline | None,
     virtual: VirtualTime,
 ) -> list[RequestRecord]:
     tokenizer = plan.tokenizer()
@@ -183,5 +201,45 @@ async def _run(
             timeout_s=TIMEOUT_S,
             on_end=on_record,
         )
-        await run.run(sessions, LoadPlan(follows_trace=True, seed=seed))
+        async with contextlib.AsyncExitStack() as stack:
+            if timeline is not None:
+                watching = asyncio.create_task(_watch(router, timeline, virtual))
+                stack.callback(watching.cancel)
+            await run.run(sessions, LoadPlan(follows_trace=True, seed=seed))
     return run.records
+
+
+async def _watch(router: Inference, timeline: FleetTimeline, virtual: VirtualTime) -> None:
+    """Note what workers have reported, until cancelled."""
+    while True:
+        admission = router.admission
+        timeline.rows.append(
+            TimelineRow(round(virtual.now_s, 6), "router", "router", admission.num_running, admission.num_queued, 0, 0)
+        )
+        for role in WorkerRole:
+            for worker in router.fleet.workers(role):
+                load = worker.load
+                row = TimelineRow(
+                    round(virtual.now_s, 6), worker.identity.worker_id, role.value, load.num_running,
+                    load.num_waiting + load.num_remote_kv, load.blocks_in_use, load.blocks_total,
+                )  # fmt: skip
+                timeline.rows.append(row)
+        await asyncio.sleep(timeline.every_s)
+
+
+def _coarse_rows(fleet: CoarseFleet, now_s: float) -> list[TimelineRow]:
+    now_s = round(now_s, 6)
+    rows = [TimelineRow(now_s, "router", "router", fleet.num_running, fleet.num_queued, 0, 0)]
+    for remote, worker in fleet.workers:
+        rows.append(
+            TimelineRow(
+                now_s,
+                remote.identity.worker_id,
+                remote.role_name,
+                worker.num_running,
+                worker.num_waiting,
+                worker.num_held,
+                worker.num_blocks,
+            )
+        )
+    return rows

@@ -164,6 +164,30 @@ class CoarseFleet:
         self._admission = Admission(AdmissionLimits.of(plan.router), lambda: capacity, clock=self.events.time.monotonic)
 
     @property
+    def workers(self) -> list[tuple[RemoteWorker, CoarseWorker]]:
+        """The router's view of each, and what it is."""
+        return [(each.remote, each.worker) for role in self._roles.values() for each in role.members]
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a place."""
+        return self._admission.num_queued
+
+    @property
+    def num_running(self) -> int:
+        return self._admission.num_running
+
+    def watch(self, every_s: float, call: Callable[[float], None]) -> None:
+        """Call with the time, from the beginning on, as long as something else is to come."""
+
+        def look() -> None:
+            call(self.events.now_s)
+            if self.events:
+                self.events.at(self.events.now_s + every_s, look)
+
+        self.events.at(self.events.now_s, look)
+
+    @property
     def busy_s(self) -> float:
         """Seconds in which its workers together computed steps."""
         return sum(each.worker.busy_s for role in self._roles.values() for each in role.members)

@@ -147,8 +147,12 @@ class CoarseWorker:
 
     @property
     def num_held(self) -> int:
-        """Blocks that sequences hold, without what decoding ones have added since."""
-        return self._num_held
+        """Blocks that sequences hold."""
+        return self._num_held + self._num_grown
+
+    @property
+    def num_blocks(self) -> int:
+        return self._limits.num_blocks
 
     def blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_size)

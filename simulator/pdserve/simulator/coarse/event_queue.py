@@ -17,6 +17,9 @@ class EventQueue:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
+    def __len__(self) -> int:
+        return len(self._events)
+
     @property
     def now_s(self) -> float:
         return self.time.now_s
