@@ -50,14 +50,14 @@ class FleetTimeline:
         """PNG of running and waiting requests, and of the pools' use, by role. Raises: ConfigError without matplotlib."""
         figure = new_figure()
         running, waiting, pools = figure.subplots(1, 3)
-        for role in ("router", "prefill", "decode"):
+        for role, color in (("router", "C0"), ("prefill", "C1"), ("decode", "C2")):
             times, rows = self._of(role)
-            running.plot(times, [sum(row.running for row in each) for each in rows], label=role)
-            waiting.plot(times, [sum(row.waiting for row in each) for each in rows], label=role)
+            running.plot(times, [sum(row.running for row in each) for each in rows], color, label=role)
+            waiting.plot(times, [sum(row.waiting for row in each) for each in rows], color, label=role)
             if role != "router":
                 in_use = [sum(row.blocks_in_use for row in each) for each in rows]
                 total = [sum(row.blocks_total for row in each) or 1 for each in rows]
-                pools.plot(times, [some / of for some, of in zip(in_use, total, strict=True)], label=role)
+                pools.plot(times, [some / of for some, of in zip(in_use, total, strict=True)], color, label=role)
         running.set(title="running", xlabel="s", ylabel="requests")
         waiting.set(title="waiting", xlabel="s", ylabel="requests")
         pools.set(title="blocks in use", xlabel="s", ylabel="part of the pools", ylim=(0, 1))
