@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ def test_a_profile_is_measured_shown_and_written(
         "tcp",
     )
     assert {each.count for each in profile.tokens} == {2, 32}
+    assert profile.device.endswith(f", {os.cpu_count()} cores")
     assert profile.transfer is not None
     assert profile.start_s is not None
     assert profile.start_s.median_s > 0.1
