@@ -55,7 +55,10 @@ def measure_transfer(plan: ChildPlan, shape: BlockShape) -> tuple[str, TransferT
     """
     num_blocks = max(2, POOL_BYTES // shape.block_bytes)
     config = [word for word in plan.flags if word != "--config"]
-    command = [sys.executable, "-m", "pdserve.cli.profile.transfer_source", plan.role, str(num_blocks), *config]
+    command = [
+        sys.executable, "-m", "pdserve.cli.profile.transfer_source", plan.role, msgspec.json.encode(shape).decode(),
+        str(num_blocks), *config,
+    ]  # fmt: skip
     connectors, pool = serve_blocks(plan.settings, shape, num_blocks)
     try:
         with subprocess.Popen(
@@ -64,8 +67,6 @@ def measure_transfer(plan: ChildPlan, shape: BlockShape) -> tuple[str, TransferT
             assert source.stdin is not None
             assert source.stdout is not None
             try:
-                source.stdin.write(msgspec.json.encode(shape) + b"\n")
-                source.stdin.flush()
                 metadata = _metadata(source.stdout.readline())
                 name = next(name for name in connectors.names if name in metadata)
                 return name, time_of_reads(connectors, pool, name, metadata[name], _digest(plan.settings.kv_digest))

@@ -1,9 +1,9 @@
 """The source of measured transfers: a process with a pool of a worker's blocks, which lets others read them until its input ends.
 
-    python -m pdserve.cli.profile.transfer_source prefill|decode NUM_BLOCKS [CONFIG]
+    python -m pdserve.cli.profile.transfer_source prefill|decode SHAPE NUM_BLOCKS [CONFIG]
 
-It reads the shape of a block as a line of JSON, and the worker's settings from its environment and the file, and prints its
-connectors with their metadata as a line of JSON.
+SHAPE is that of a block, as JSON. It reads the worker's settings from its environment and the file, and prints its connectors with
+their metadata as a line of JSON.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def serve_blocks(settings: WorkerSettings, shape: BlockShape, num_blocks: int) -
     return connectors, pool
 
 
-def main(role: str, num_blocks: int, config: Path | None) -> None:
+def main(role: str, shape: BlockShape, num_blocks: int, config: Path | None) -> None:
     answers = ChildAnswers()
-    shape = msgspec.json.decode(sys.stdin.readline(), type=BlockShape)
     try:
         connectors, _ = serve_blocks(load_settings(KINDS[role], toml=config), shape, num_blocks)
     except ConfigError as error:
@@ -60,4 +59,5 @@ def main(role: str, num_blocks: int, config: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
+    _, role, shape, num_blocks, *config = sys.argv
+    main(role, msgspec.json.decode(shape, type=BlockShape), int(num_blocks), Path(config[0]) if config else None)
