@@ -245,6 +245,57 @@ def plan(
     raise typer.Exit(run_plan(options))
 
 
+@app.command(cls=settings_command("router", "prefill", "decode", without=CHOSEN_BY_UP))
+def whatif(
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(help="What `pdserve bench --trace` takes.")],
+    change: Annotated[
+        list[str], typer.Option(help="What is different: decode=+2, prefill=3, or a setting such as kv_host_mib=4096.")
+    ],
+    prefill: Annotated[
+        int | None,
+        typer.Option(min=0, help="Prefill workers. Default: those that a record names, else 1.", show_default=False),
+    ] = None,
+    decode: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decode workers. Default: those that a record names, else 1.", show_default=False),
+    ] = None,
+    config: Config = None,
+    num: Annotated[int, typer.Option(help="Sessions of the trace.")] = 100,
+    trace_format: TraceFormatOption = None,
+    trace_speed: TraceSpeed = 1.0,
+    trace_scale: TraceScale = 1,
+    profile: ProfileOption = None,
+    step_ms: StepMs = None,
+    token_us: TokenUs = None,
+    attended_ns: AttendedNs = None,
+    bandwidth: Bandwidth = None,
+    host_bandwidth: HostBandwidth = 25.0,
+    disk_bandwidth: DiskBandwidth = 3.0,
+    draft_acceptance: DraftAcceptance = None,
+    seed: Annotated[int, typer.Option(help="Of tokens, and of what the services draw.")] = 0,
+    coarse: Annotated[bool, typer.Option("--coarse", help="As of `pdserve simulate`.")] = False,
+) -> None:
+    """What a change of a fleet would do to a trace's latencies: both are simulated, side by side."""
+    from pdserve.cli.simulate.device_times import DeviceOptions
+    from pdserve.cli.simulate.run_simulate import SimulateOptions
+    from pdserve.cli.whatif.run_whatif import Change, fleet_now, run_whatif
+
+    device = DeviceOptions(
+        profile=profile, step_ms=step_ms, token_us=token_us, attended_ns=attended_ns, bandwidth=bandwidth,
+        host_bandwidth=host_bandwidth, disk_bandwidth=disk_bandwidth,
+    )  # fmt: skip
+    times, link = device.times()
+    num_prefill, num_decode = fleet_now(trace, prefill, decode)
+    now = SimulateOptions(
+        trace=trace, trace_format=trace_format, num_sessions=num, trace_speed=trace_speed, trace_scale=trace_scale,
+        num_prefill=num_prefill, num_decode=num_decode, times=times, link=link, host=device.host, disk=device.disk,
+        draft_acceptance=draft_acceptance,
+        settings=given_settings(context), config=config, goodput=[], seed=seed, is_coarse=coarse,
+    )  # fmt: skip
+    raise typer.Exit(run_whatif(now, [Change.parse(text) for text in change]))
+
+
 @app.command(cls=settings_command("prefill", "decode"))
 def profile(
     context: typer.Context,

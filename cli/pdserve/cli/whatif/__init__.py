@@ -1,0 +1,1 @@
+"""`pdserve whatif`: a fleet next to a changed one, on the same trace."""
