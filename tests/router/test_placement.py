@@ -290,6 +290,13 @@ FAST, SLOW = 1e9, TOKEN_BYTES * 500
     [
         pytest.param(at_decode(0.0), at_prefill(1e3), FAST, "remote", id="no rate at decode"),
         pytest.param(at_decode(1e3), at_prefill(0.0), FAST, "remote", id="no rate at prefill"),
+        pytest.param(
+            at_decode(0.0), at_prefill(1e3, **BUSY), FAST, "local", id="no rate at decode, a queue at prefill"
+        ),
+        pytest.param(
+            at_decode(1e3), at_prefill(0.0, **BUSY), FAST, "local", id="a queue at prefill, whose rate is unknown"
+        ),
+        pytest.param(at_decode(0.0), at_prefill(0.0, **BUSY), FAST, "remote", id="no rates, a queue at prefill"),
         pytest.param(at_decode(1e3), at_prefill(1e3), FAST, "remote", id="equal and idle"),
         pytest.param(at_decode(1e3), at_prefill(1e3, **BUSY), FAST, "local", id="a queue at prefill"),
         pytest.param(at_decode(1e3, num_running=8), at_prefill(1e3, **BUSY), FAST, "remote", id="streams would stand"),
@@ -341,6 +348,16 @@ def test_the_estimates_are_what_the_formulas_say():
     assert found.limit_tokens == int((0.52 - 0.2) / (0.005 - 1 / 1600))
     capped = worker("c", limit=30, prefill_tokens_per_s=1000.0)
     assert estimate(seen(capped, 800, 40), source, 1e9).limit_tokens == 30
+
+
+@pytest.mark.parametrize(("rate_d", "rate_p"), [(0.0, 1500.0), (1500.0, 0.0)])
+def test_an_unknown_rate_is_the_other_workers(rate_d, rate_p):
+    found = estimate(at_decode(rate_d, num_running=2), at_prefill(rate_p, num_waiting_tokens=300), FAST)
+    known = estimate(at_decode(1500.0, num_running=2), at_prefill(1500.0, num_waiting_tokens=300), FAST)
+    assert found == known
+    assert found.local_s is not None
+    neither = estimate(at_decode(0.0), at_prefill(0.0), FAST)
+    assert (neither.local_s, neither.remote_s, neither.limit_tokens) == (None, None, 16)
 
 
 # ---- the router's account

@@ -7,6 +7,7 @@ from functools import partial
 
 from pdserve.cli.bench.run_load import RequestRecord
 from pdserve.cli.bench.traces.trace import TraceRequest, TraceSession
+from pdserve.cli.bench.traces.trace_text import continues
 from pdserve.simulator.coarse.coarse_fleet import CoarseFleet, CoarseRequest
 
 
@@ -16,12 +17,21 @@ class _Names:
     def __init__(self) -> None:
         self._names: dict[tuple[str, int], bytes] = {}
 
-    def of(self, session: TraceSession, request: TraceRequest) -> tuple[bytes, ...]:
-        """Of full blocks, which caches share."""
+    def of(self, session: TraceSession, request: TraceRequest, num_tokens: int | None = None) -> tuple[bytes, ...]:
+        """Of full blocks, which caches share. num_tokens: of the prompt's beginning; None: of all of it."""
         if not session.block_tokens:
             return ()
-        num_full = request.input_tokens // session.block_tokens
+        num_full = min(request.input_tokens, num_tokens or request.input_tokens) // session.block_tokens
         return tuple(self._name(session.scope, each) for each in request.hash_ids[:num_full])
+
+    def of_answer(
+        self, session: TraceSession, request: TraceRequest, following: TraceRequest | None
+    ) -> tuple[bytes, ...]:
+        """Of the full blocks of prompt and answer that are not the prompt's: the next prompt of the session has them."""
+        if following is None or not continues(following, request):
+            return ()
+        said = self.of(session, following, request.input_tokens + request.output_tokens)
+        return said[len(self.of(session, request)) :]
 
     def _name(self, scope: str, hash_id: int) -> bytes:
         key = scope, hash_id
@@ -76,6 +86,11 @@ class _Replay:
         else:
             self._is_waiting = True
 
+    @property
+    def _following(self) -> TraceRequest | None:
+        """The next request of the session itself."""
+        return next((step for step in self._session.steps[self._next :] if isinstance(step, TraceRequest)), None)
+
     def _agent_ended(self) -> None:
         self._num_agents -= 1
         if not self._num_agents and self._is_waiting:
@@ -98,7 +113,7 @@ class _Replay:
 
         coarse = CoarseRequest(
             request.input_tokens, max(1, request.output_tokens), self._names.of(self._session, request),
-            self._session.block_tokens, ended,
+            self._session.block_tokens, ended, self._names.of_answer(self._session, request, self._following),
         )  # fmt: skip
         self._fleet.submit(coarse, when_s)
 

@@ -26,8 +26,8 @@ Neither contains a step's cost apart from its prompt tokens: both need a step.
 
 While D prefills, every request at D stalls, so the time counts once for each of them, once for the prompt itself, and once for
 requests that arrive meanwhile: with an idle D and an idle P of equal speed, P prefills. The attempt contains the u at which both
-estimates are equal, and D compares it with its actual cache. If a rate is unknown, D prefills at most the last block of a prompt
-whose other blocks it has.
+estimates are equal, and D compares it with its actual cache. An unknown rate is taken to be that of the other worker. If both are
+unknown, D prefills at most the last block of a prompt whose other blocks it has.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
     """Expected time of prefilling at decode and at prefill, seconds; see the module's formulas."""
 
     local_s: float | None = None
-    """None while decode's rate is unknown."""
+    """None while both rates are unknown."""
     remote_s: float | None = None
-    """None while prefill's rate is unknown."""
+    """None while both rates are unknown."""
     limit_tokens: int = 0
     """Uncached tokens up to which decode should prefill itself."""
 
@@ -352,8 +352,9 @@ def _can_read(reader: Candidate, source: RemoteWorker) -> bool:
 
 def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estimates:
     """Compare prefilling at `decode` with prefilling at `source`; see the module's formulas."""
-    local_rate = decode.worker.load.prefill_tokens_per_s
-    remote_rate = source.worker.load.prefill_tokens_per_s
+    local_rate, remote_rate = decode.worker.load.prefill_tokens_per_s, source.worker.load.prefill_tokens_per_s
+    # who never computes a prompt is never measured: both are taken for equally fast until one of them is
+    local_rate, remote_rate = local_rate or remote_rate, remote_rate or local_rate
     uncached, token_bytes = decode.unconfirmed_tokens, _moved_token_bytes(decode)
     limit = decode.block_size
     local_s = remote_s = None

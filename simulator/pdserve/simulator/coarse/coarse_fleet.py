@@ -50,6 +50,8 @@ class CoarseRequest:
     """Of the prompt's full blocks, in the trace's sizes."""
     hash_tokens: int
     on_end: Callable[[CoarseRequest], None]
+    answer_hashes: Sequence[bytes] = ()
+    """Of the blocks after those, which the answer fills, as far as a later prompt has them."""
     sent_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -438,6 +440,7 @@ class _Run:
         decode.worker.land(going_on)
 
     def _end(self, at: _Member) -> None:
+        at.worker.cache.add(self._request.answer_hashes, self._request.hash_tokens)
         self._end_share(at)
         # which refers to this
         del self._work
