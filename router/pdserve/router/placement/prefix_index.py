@@ -69,11 +69,10 @@ class PrefixIndex:
         if hashes:
             self._speculative.setdefault(worker, _Speculation()).add(hashes, now_s + SPECULATIVE_S)
 
-    def holders(self, block_hash: bytes) -> list[WorkerKey]:
-        """The workers that have reported the block."""
-        lengths: dict[WorkerKey, int] = {}
-        _note(lengths, self._workers, self._masks.get(block_hash, 0), 1)
-        return list(lengths)
+    def number(self, worker: WorkerKey) -> int:
+        """The worker's bit in masks; a worker without blocks gets one."""
+        self._held.setdefault(worker, set())
+        return self._bit(worker)
 
     def match(self, hashes: Sequence[bytes], workers: Iterable[WorkerKey], now_s: float) -> dict[WorkerKey, int]:
         """worker -> blocks of the prompt's longest prefix that it holds or will hold soon, 0 included."""
@@ -91,27 +90,35 @@ class PrefixIndex:
         for worker in lengths:
             if (bit := self._bits.get(worker)) is not None:
                 alive |= 1 << bit
-        by_bit = self._workers
+        for depth, mask in self.prefixes(hashes, alive, last_suffices=last_suffices):
+            _note(lengths, self._workers, mask, depth)
+        return lengths
+
+    def prefixes(self, hashes: Sequence[bytes], alive: int, *, last_suffices: bool = False) -> list[tuple[int, int]]:
+        """(blocks of the prompt's longest prefix, mask of the workers in `alive` that have so many), for all lengths but 0."""
+        found: list[tuple[int, int]] = []
         masks = self._masks
         if last_suffices:
             for depth in range(len(hashes), 0, -1):
-                found = alive & masks.get(hashes[depth - 1], 0)
-                _note(lengths, by_bit, found, depth)
-                alive &= ~found
+                if have := alive & masks.get(hashes[depth - 1], 0):
+                    found.append((depth, have))
+                    alive &= ~have
                 if not alive:
                     break
-            return lengths
+            return found
         depth = 0
         for block_hash in hashes:
             left = alive & masks.get(block_hash, 0)
             if left != alive:
-                _note(lengths, by_bit, alive & ~left, depth)
+                if depth:
+                    found.append((depth, alive & ~left))
                 alive = left
                 if not alive:
-                    break
+                    return found
             depth += 1
-        _note(lengths, by_bit, alive, depth)
-        return lengths
+        if depth and alive:
+            found.append((depth, alive))
+        return found
 
     def expect(self, hashes: Sequence[bytes], reported: Mapping[WorkerKey, int], now_s: float) -> dict[WorkerKey, int]:
         """Result of `reported`, plus blocks of prompts that were routed recently."""

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
+
+import numpy as np
 
 from pdserve.common import clock
 from pdserve.common.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, WorkerLost
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.settings.worker_settings import WorkerSettings
@@ -36,6 +38,8 @@ from pdserve.simulator.virtual_transfer import Link
 
 ONLY_EXACT = MappingProxyType({"kv_host_mib": 0, "kv_store": None, "speculative_config": None})
 """Settings of workers -> the values that the coarse mode takes."""
+PLACED_WEIGHT = 1e-9
+"""Of a choice, in blocks of load: loads differ by more."""
 REPORT_S = 1.0
 """Seconds between two reports of a worker."""
 
@@ -85,8 +89,10 @@ class _Granted:
 class _Member:
     """A worker, and the router's account of it."""
 
-    def __init__(self, remote: RemoteWorker, worker: CoarseWorker, link: Link) -> None:
+    def __init__(self, remote: RemoteWorker, worker: CoarseWorker, link: Link, number: int) -> None:
+        """number: in the prefix index."""
         self.remote = remote
+        self.number = number
         self.worker = worker
         self.link = link
         self.link_free_s = 0.0
@@ -102,36 +108,38 @@ class _Member:
 
 
 class _ByLoad:
-    """The members of a role; `least` has the lowest load, and was chosen least often among equal ones."""
+    """The members of a role with their loads, by their numbers in the prefix index."""
 
     def __init__(self) -> None:
         self.members: list[_Member] = []
-        self.by_key: dict[Any, _Member] = {}
-        self._heap: list[tuple[float, int, int, _Member]] = []
-        self._numbers = itertools.count()
+        self.by_key: dict[WorkerKey, _Member] = {}
+        self._by_number: dict[int, _Member] = {}
+        self.mask = 0
+        self._loads = np.full(0, np.inf)
+        """Blocks; infinite for numbers of the other role."""
 
     def add(self, member: _Member) -> None:
         self.members.append(member)
-        self.by_key[member.remote.key] = member
+        self.by_key[member.remote.key] = self._by_number[member.number] = member
+        self.mask |= 1 << member.number
+        more = member.number + 1 - len(self._loads)
+        self._loads = np.concatenate([self._loads, np.full(max(0, more), np.inf)])
         self.changed(member)
 
     def changed(self, member: _Member) -> None:
         """Its load is another one."""
-        heapq.heappush(self._heap, (*self._load(member), next(self._numbers), member))
-        if len(self._heap) > 8 * len(self.members) + 64:
-            self._heap = [(*self._load(each), next(self._numbers), each) for each in self.members]
-            heapq.heapify(self._heap)
+        load = Candidate(worker=member.remote, num_tokens=1).load_blocks
+        # of equally loaded ones, that which was chosen least often
+        self._loads[member.number] = load + PLACED_WEIGHT * member.remote.num_placed
 
-    def least(self) -> _Member:
-        while True:
-            load, num_placed, _, member = self._heap[0]
-            if (load, num_placed) == self._load(member):
-                return member
-            heapq.heappop(self._heap)
-
-    @staticmethod
-    def _load(member: _Member) -> tuple[float, int]:
-        return Candidate(worker=member.remote, num_tokens=1).load_blocks, member.remote.num_placed
+    def least(self, mask: int) -> _Member:
+        """The least loaded one of a mask with one of them at least."""
+        if mask == self.mask:
+            return self._by_number[int(self._loads.argmin())]
+        num = len(self._loads)
+        data = np.frombuffer((mask & self.mask).to_bytes(num // 8 + 1, "little"), np.uint8)
+        is_in = np.unpackbits(data, count=num, bitorder="little")
+        return self._by_number[int(np.where(is_in, self._loads, np.inf).argmin())]
 
 
 class CoarseFleet:
@@ -217,7 +225,9 @@ class CoarseFleet:
             partial(self._index.stored, remote.key),
             partial(self._index.removed, remote.key),
         )
-        return _Member(remote, CoarseWorker(self.events, plan.times, limits, cache), plan.link)
+        return _Member(
+            remote, CoarseWorker(self.events, plan.times, limits, cache), plan.link, self._index.number(remote.key)
+        )
 
     # ---- requests
 
@@ -302,27 +312,34 @@ class CoarseFleet:
         of_role = self._roles[role]
         if not of_role.members:
             return []
-        if self._settings.policy == "round_robin":
-            # the policy takes the next in turn of those that it is given
-            chosen = [of_role.members[self._turns[role] % len(of_role.members)]]
+        chosen: dict[int, _Member] = {}
+        """By the blocks of the prompt that each has."""
+        if self._settings.policy == "kv_aware":
+            # of those that have equally much of the prompt, the least loaded one costs least
+            left = of_role.mask
+            for depth, mask in self._index.prefixes(request.hashes, left):
+                chosen[depth] = of_role.least(mask)
+                left &= ~mask
+            if left:
+                chosen[0] = of_role.least(left)
         else:
-            chosen = [of_role.least()]
-            if request.hashes and self._settings.policy == "kv_aware":
-                held = [of_role.by_key.get(key) for key in self._index.holders(request.hashes[0])]
-                chosen += [each for each in held if each is not None and each is not chosen[0]]
-        for each in chosen:
+            # in turn, the policy takes the next of those that it is given
+            is_in_turn = self._settings.policy == "round_robin"
+            turn = self._turns[role] % len(of_role.members)
+            member = of_role.members[turn] if is_in_turn else of_role.least(of_role.mask)
+            [depth] = self._index.reported(request.hashes, [member.remote.key]).values()
+            chosen[depth] = member
+        for each in chosen.values():
             each.report(now_s)
-        keys = [each.remote.key for each in chosen]
-        overlaps = self._index.match(request.hashes, keys, now_s)
         in_blocks = request.hash_tokens // self._block_size if request.hash_tokens else 0
         return [
             Candidate(
                 worker=each.remote,
                 num_tokens=request.num_tokens,
-                overlap_blocks=overlaps[each.remote.key] * in_blocks,
-                confirmed_blocks=overlaps[each.remote.key] * in_blocks,
+                overlap_blocks=depth * in_blocks,
+                confirmed_blocks=depth * in_blocks,
             )
-            for each in chosen
+            for depth, each in chosen.items()
         ]
 
     def _ended(self, request: CoarseRequest) -> None:
