@@ -73,7 +73,7 @@ class Parent:
             started.set_result(Process(descriptor))
             return started.result()
 
-        self.child = Child(start, self.heard.put, lambda: self.heard.put(None))
+        self.child = Child(start, self.heard.put, lambda child: self.heard.put(None))
         self.process = started.result()
 
     def next(self) -> bytes | None:

@@ -18,6 +18,7 @@ import pytest
 
 from pdserve.common.errors import Cancelled, ConfigError, InternalError, InvalidRequest, PeerError, WorkerLost
 from pdserve.common.ipc import frames as socket_frames
+from pdserve.common.ipc.child import _LoopThread
 from pdserve.common.ipc.frames import MAX_FRAME_BYTES, receive_frame, send_frame
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, PlaceholderRange
@@ -297,12 +298,24 @@ def test_a_killed_process_ends_what_waits(make_client: MakeClient) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_process_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_process_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch, folder: Path, reads_first: bool) -> None:
+    """reads_first: its end is read before its client is made."""
+
     def start_killed(descriptor: int, module: str) -> Any:
         process = start_forked(descriptor, module)
         process.kill()
         return process
 
+    run = _LoopThread.run
+
+    def run_and_wait(thread: _LoopThread, function: Any) -> Any:
+        found = run(thread, function)
+        time.sleep(0.5)
+        return found
+
+    if reads_first:
+        monkeypatch.setattr(_LoopThread, "run", run_and_wait)
     monkeypatch.setattr(process_client, "start_program", start_killed)
     with pytest.raises(WorkerLost, match="ended by signal 9"):
         ProcessClient.load(folder, SETTINGS)

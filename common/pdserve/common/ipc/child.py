@@ -60,11 +60,11 @@ class Child:
         self,
         start: StartProcess,
         on_message: Callable[[bytes], None],
-        on_end: Callable[[], None],
+        on_end: Callable[[Child], None],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """on_message, on_end: called in the event loop, as by `FrameSocket`. loop: that of the caller's thread; None: one in a
-        thread of its own."""
+        """on_message, on_end: called in the event loop, as by `FrameSocket`; on_end with this object, since the process may end
+        before this returns. loop: that of the caller's thread; None: one in a thread of its own."""
         self._owner = os.getpid()
         self._closing = threading.Lock()
         ours, theirs = socket.socketpair()
@@ -78,10 +78,10 @@ class Child:
         if loop is None:
             self._thread = thread = _LoopThread()
             self._loop: asyncio.AbstractEventLoop = thread.loop
-            self._socket = thread.run(lambda: FrameSocket(ours, on_message, on_end))
+            self._socket = thread.run(lambda: FrameSocket(ours, on_message, lambda: on_end(self)))
         else:
             self._loop = loop
-            self._socket = FrameSocket(ours, on_message, on_end)
+            self._socket = FrameSocket(ours, on_message, lambda: on_end(self))
 
     def send(self, payload: bytes) -> None:
         """Send a message; never blocks. Without effect after the end. Raises: PeerError for one that is too long."""

@@ -220,18 +220,16 @@ class ProcessClient(EngineCoreClient):
         if not self.loaded.done():
             self.loaded.set_result(None)
 
-    def _process_ended(self) -> None:
+    def _process_ended(self, child: Child) -> None:
         """The process has ended, or what it sends cannot be used."""
         is_news = not self._is_closing and self._ended_with is None
         if self._has_reader_thread:
-            self._end(WorkerLost(_how_ended(self._child)))
+            self._end(WorkerLost(_how_ended(child)))
             return
         self._end(WorkerLost(PROCESS_ENDED))
         self._has_ended.set()
         if is_news:
-            threading.Thread(
-                target=lambda: log.error("%s", _how_ended(self._child)), name="engine-end", daemon=True
-            ).start()
+            threading.Thread(target=lambda: log.error("%s", _how_ended(child)), name="engine-end", daemon=True).start()
 
     def _end(self, cause: PdServeError) -> None:
         super()._end(cause)
@@ -239,7 +237,7 @@ class ProcessClient(EngineCoreClient):
             self.loaded.set_exception(self._ended_with or cause)
 
 
-def _call(method: weakref.WeakMethod[Any], *arguments: bytes) -> None:
+def _call(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
     """Call a method of a client that is still there: its process must not keep it."""
     if (bound := method()) is not None:
         bound(*arguments)
