@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -82,20 +83,20 @@ async def end_of(
     """How a call with these very bytes ends: status, our code, words. computed_by: the stream stays open until this worker
     has computed something, since the end of a step stream cancels its calls."""
     kind = "unary_unary" if method is MEET else "stream_stream"
-
-    async def messages() -> AsyncIterator[bytes]:
-        yield raw
-        if computed_by is not None:
-            await eventually(lambda: computed_by.engine.stats.num_computed_prompt_tokens > 0)
-
-    call: Any = getattr(channel, kind)(method.path)(
-        raw if method is MEET else messages(), metadata=metadata, timeout=HANG_S
-    )
+    begin: Any = getattr(channel, kind)(method.path)
     try:
         if method is MEET:
+            call: Any = begin(raw, metadata=metadata, timeout=HANG_S)
             await call
         else:
-            async for _ in call:
+            call = begin(metadata=metadata, timeout=HANG_S)
+            # not from an iterator: where a write meets the call's end, grpc cancels such a call, and its end is lost
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(raw)
+                if computed_by is not None:
+                    await eventually(lambda: computed_by.engine.stats.num_computed_prompt_tokens > 0)
+                await call.done_writing()
+            while (await call.read()) is not grpc.aio.EOF:
                 pass
     except grpc.aio.AioRpcError as error:
         return error.code(), dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY), error.details() or ""
