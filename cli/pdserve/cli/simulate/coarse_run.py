@@ -126,8 +126,16 @@ def run_coarsely(
     fleet: CoarseFleet, sessions: Sequence[TraceSession], on_record: Callable[[RequestRecord], None]
 ) -> None:
     """Sessions begin at their `start_s`."""
-    names = _Names()
-    for session in sessions:
-        replay = _Replay(fleet, session, names, on_record, _nothing)
-        fleet.events.at(session.start_s, partial(replay.begin, session.start_s))
+    names, coming = _Names(), iter(sorted(sessions, key=lambda session: session.start_s))
+
+    def begin(session: TraceSession) -> None:
+        _Replay(fleet, session, names, on_record, _nothing).begin(session.start_s)
+        expect_next()
+
+    def expect_next() -> None:
+        """One at a time: an event costs more the more of them are to come."""
+        if (session := next(coming, None)) is not None:
+            fleet.events.at(session.start_s, partial(begin, session))
+
+    expect_next()
     fleet.run()
