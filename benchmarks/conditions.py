@@ -8,20 +8,15 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from pdserve.engine.runner.device.cuda_devices import device_name
+
 
 def conditions() -> dict[str, str]:
     """Name -> value, as text. autogroups: `kernel.sched_autogroup_enabled`."""
-    model = "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
     autogroups = Path("/proc/sys/kernel/sched_autogroup_enabled")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": f"{model}, {os.cpu_count()} cores",
+        "processor": device_name("cpu"),
         "kernel": platform.release(),
         "autogroups": autogroups.read_text().strip() if autogroups.exists() else "unknown",
         "load before": f"{os.getloadavg()[0]:.2f}",

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from pdserve.common.bounded_file import read_bounded
 from pdserve.common.errors import ConfigError
 from pdserve.simulator.step_times import Chunk, StepTimes
 
@@ -145,13 +146,7 @@ def _verify_spread(field: str, spread: Spread) -> None:
 
 def read_profile(path: Path) -> Profile:
     """Raises: ConfigError for a file that cannot be read or is not a profile."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"profile {path}: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"profile {path} has more than {MAX_BYTES} bytes")
+    data = read_bounded(path, MAX_BYTES, "profile")
     try:
         profile = msgspec.json.decode(data, type=Profile)
         profile.verify()

@@ -82,7 +82,7 @@ def test_tables_of_layers_need_no_weights(options: ProfileOptions, tmp_path: Pat
         ({"overhead_us": 5.0}, "--overhead-us is 5, but there is no --layers"),
         ({"layers": Path("x")}, "--layers is x: --device-name is needed"),
         ({"layers": Path("x"), "device_name": "a", "overhead_us": -1.0}, "--overhead-us is -1, at least 0 is needed"),
-        ({"layers": Path("x"), "device_name": "a"}, "--seconds is 1e-06 and --layers is x, of which nothing is measured"),
+        ({"layers": Path("x"), "device_name": "a"}, "--seconds is 1e-06 and --layers is x: tables are not measured"),
         ({"layers": Path("x"), "device_name": "a", "seconds": None}, "num_blocks is 100 and --layers is x: tables have"),
         ({"layers": Path("/x"), "device_name": "a", "seconds": None, "settings": {}}, "/x/dense.csv: "),
         ({"settings": {"model": "/no/such"}}, "model '/no/such': no such folder"),

@@ -26,7 +26,7 @@ from pdserve.cli.up.cluster_plan import ChildPlan, WorkerRole, make_plan
 from pdserve.cli.up.worker_child import WorkerChild
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import load_settings, values_of
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.common.settings.worker_settings import WORKER_SETTINGS, WorkerSettings
 from pdserve.engine.runner.device.cuda_devices import device_name
 from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model, verify_model, verify_worker
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
@@ -36,10 +36,6 @@ from pdserve.simulator.layer_tables import profile_of_layers
 from pdserve.simulator.profile import Profile, Spread, write_profile
 from pdserve.simulator.whole_steps import StepShape, with_steps
 
-KINDS: dict[WorkerRole, type[PrefillSettings] | type[DecodeSettings]] = {
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-}
 NOTED = (
     "device", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "block_size", "max_num_seqs", "num_threads",
     "attention_backend", "kernels", "enforce_eager", "load_format",
@@ -83,9 +79,7 @@ class ProfileOptions:
         if self.overhead_us is not None and not 0 <= self.overhead_us < math.inf:
             raise ConfigError(f"--overhead-us is {self.overhead_us:g}, at least 0 is needed")
         if self.seconds is not None:
-            raise ConfigError(
-                f"--seconds is {self.seconds:g} and --layers is {self.layers}, of which nothing is measured"
-            )
+            raise ConfigError(f"--seconds is {self.seconds:g} and --layers is {self.layers}: tables are not measured")
         for name, value in self.settings.items():
             if name not in OF_CONFIG:
                 raise ConfigError(
@@ -96,7 +90,7 @@ class ProfileOptions:
 def run_profile(options: ProfileOptions) -> None:
     """Measure, show and write. Raises: ConfigError, UnsupportedModel; WorkerLost when a rank has ended."""
     options.verify()
-    settings = load_settings(KINDS[options.role], flags=options.settings, toml=options.config)
+    settings = load_settings(WORKER_SETTINGS[options.role], flags=options.settings, toml=options.config)
     if options.layers is not None:
         config = read_model_config(model_folder(settings.model), settings.dtype, settings.model_impl)
         overhead_s = (options.overhead_us or 0.0) / 1e6
@@ -112,7 +106,7 @@ def run_profile(options: ProfileOptions) -> None:
 
 
 def measured_profile(options: ProfileOptions, settings: WorkerSettings) -> tuple[Profile, dict[StepShape, Spread]]:
-    """The profile, and the steps of which it is made, coarsest first. Raises: as `run_profile`."""
+    """The profile, and the steps for its samples, coarsest first. Raises: as `run_profile`."""
     given = {**options.settings, "num_threads": settings.num_threads}
     [plan] = make_plan(given, options.config, {options.role: 1}).children
     folder = model_folder(settings.model)

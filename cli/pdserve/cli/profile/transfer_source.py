@@ -18,7 +18,7 @@ from pdserve.common.kv_layout import BlockShape
 from pdserve.common.processes.child_answers import ChildAnswers
 from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.settings.settings import load_settings
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.common.settings.worker_settings import WORKER_SETTINGS, WorkerSettings
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.make_connectors import serve_pools
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
@@ -26,7 +26,6 @@ from pdserve.models.kv_cache import make_kv_cache
 
 TOKEN = b"pdserve profile "
 """Of the only grant."""
-KINDS: dict[str, type[PrefillSettings] | type[DecodeSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}
 
 
 class SourceAnswer(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,7 +47,7 @@ def serve_blocks(settings: WorkerSettings, shape: BlockShape, num_blocks: int) -
 def main(role: str, shape: BlockShape, num_blocks: int, config: Path | None) -> None:
     answers = ChildAnswers()
     try:
-        connectors, _ = serve_blocks(load_settings(KINDS[role], toml=config), shape, num_blocks)
+        connectors, _ = serve_blocks(load_settings(WORKER_SETTINGS[role], toml=config), shape, num_blocks)
     except ConfigError as error:
         answers.send(SourceAnswer(problem=error.message))
         return

@@ -16,11 +16,10 @@ from pdserve.common.security.deployment_key import new_deployment_key
 from pdserve.common.settings.catalogue import ENV_PREFIX, SERVICES, hint, settings_of
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings, names_given, values_of
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.common.settings.worker_settings import WORKER_SETTINGS, WorkerSettings
 
 MIN_CORES_FOR_PINNING = 2
 WorkerRole = Literal["prefill", "decode"]
-_WORKERS: dict[WorkerRole, type[WorkerSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}
 _ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "127.0.0.1", "data_port": 0, "attach_port": 0}
 """Settings of all workers, which only this machine reaches, whatever the router listens on."""
 
@@ -84,7 +83,7 @@ def make_plan(
     ]
     sizes = {
         role: load_settings(
-            _WORKERS[role], flags={**by_role[role], **_ON_LOOPBACK, "port": 0}, toml=config, environ=environ
+            WORKER_SETTINGS[role], flags={**by_role[role], **_ON_LOOPBACK, "port": 0}, toml=config, environ=environ
         ).tensor_parallel_size
         for role in num_workers
     }
@@ -93,7 +92,7 @@ def make_plan(
     place = 0
     for role, name in names:
         # the environment overrides the file, so `up` sets no default that either sets
-        known = names_given(_WORKERS[role], config, environ)
+        known = names_given(WORKER_SETTINGS[role], config, environ)
         defaults = {"log_level": "warning"} if on_ray else _defaults(place, num_processes)
         settings = {key: value for key, value in defaults.items() if key not in known}
         settings |= by_role[role] | _ON_LOOPBACK | {"worker_id": name}
@@ -104,7 +103,10 @@ def make_plan(
         place += sizes[role]
         # a worker may take the other role, with what only that has
         others = {
-            name: value for other in _WORKERS for name, value in by_role[other].items() if name not in by_role[role]
+            name: value
+            for other in WORKER_SETTINGS
+            for name, value in by_role[other].items()
+            if name not in by_role[role]
         }
         child = _child(role, name, settings, others, config, environ)
         children.append(_for_another_machine(child) if on_ray else child)
@@ -128,7 +130,7 @@ def _child(
     own = {**environ, **{f"{ENV_PREFIX}{key.upper()}": _as_text(value) for key, value in given.items()}}
     flags = () if config is None else ("--config", str(config))
     # the port of the environment is the router's
-    loaded = load_settings(_WORKERS[role], flags={**settings, "port": 0}, toml=config, environ=environ)
+    loaded = load_settings(WORKER_SETTINGS[role], flags={**settings, "port": 0}, toml=config, environ=environ)
     return ChildPlan(role, name, flags, own, loaded)
 
 
@@ -151,7 +153,7 @@ def _for_another_machine(child: ChildPlan) -> ChildPlan:
     modules = {name: str(Path(path).absolute()) for name, path in (settings.lora_modules or {}).items()} or None
     lora_dir = None if settings.lora_dir is None else str(Path(settings.lora_dir).absolute())
     settings = msgspec.structs.replace(settings, lora_modules=modules, lora_dir=lora_dir)
-    defaults = values_of(_WORKERS[child.role]())
+    defaults = values_of(WORKER_SETTINGS[child.role]())
     environ = {name: value for name, value in child.environ.items() if name.startswith("OTEL_")} | {
         f"{ENV_PREFIX}{name.upper()}": _as_text(value)
         for name, value in values_of(settings).items()

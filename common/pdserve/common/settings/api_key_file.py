@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pdserve.common.bounded_file import read_bounded
 from pdserve.common.errors import ConfigError
 from pdserve.common.request.generation_request import MAX_PRIORITY
 
@@ -119,13 +120,7 @@ def verify_plain_keys(setting: str, keys: Sequence[str]) -> None:
 def read_keys(path: Path, setting: str = "api_keys_file") -> tuple[KeyEntry, ...]:
     """The entries of a file, at least one; `tenant` is filled in. Raises: ConfigError that names the setting and the
     entry."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{setting} {path}: {error.strerror}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"{setting} {path} has more than {MAX_FILE_BYTES} bytes")
+    raw = read_bounded(path, MAX_FILE_BYTES, setting)
     try:
         content = tomllib.loads(raw.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

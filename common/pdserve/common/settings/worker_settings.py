@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pdserve.common.address.host_address import is_wildcard, own_address
@@ -391,3 +393,9 @@ class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"stream_interval is {self.stream_interval}, 1 to {MAX_STREAM_INTERVAL} tokens are possible"
             )
+
+
+WORKER_SETTINGS: Mapping[str, type[PrefillSettings] | type[DecodeSettings]] = MappingProxyType(
+    {kind.section: kind for kind in (PrefillSettings, DecodeSettings)}
+)
+"""Role -> the settings of its workers."""

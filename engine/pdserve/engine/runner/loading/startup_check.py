@@ -6,7 +6,6 @@ A process of its own: torch takes seconds to import, and a driver may hang.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,9 +13,7 @@ import msgspec
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.processes.child_answers import ChildAnswers
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
-
-_KINDS: Mapping[str, type[WorkerSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}
+from pdserve.common.settings.worker_settings import WORKER_SETTINGS
 
 
 class StartupQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +38,7 @@ def startup_answer(question: StartupQuestion) -> StartupAnswer:
     problems: dict[str, str] = {}
     for role, settings in question.workers.items():
         try:
-            verify_worker(Path(question.folder), msgspec.json.decode(settings, type=_KINDS[role]))
+            verify_worker(Path(question.folder), msgspec.json.decode(settings, type=WORKER_SETTINGS[role]))
         except PdServeError as error:
             problems[role] = error.message
     return StartupAnswer(problems)
