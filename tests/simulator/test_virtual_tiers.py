@@ -189,7 +189,7 @@ def test_a_store_without_memory_keeps_nothing() -> None:
 
 
 def test_a_store_has_the_memory_that_its_workers_add() -> None:
-    """Three workers of 16 MiB each keep about 1,000 blocks, of which the least recently used go first."""
+    """Three workers of 16 MiB each keep about 1,000 blocks; the least recently used go first."""
 
     async def work(asker: Asker) -> list[int]:
         for number in range(80):

@@ -239,7 +239,7 @@ def plan(
     )  # fmt: skip
     targets = [Target.parse(text) for text in slo]
     options = PlanOptions(
-        load=load, profile=profile, targets=targets, max_workers=workers, prefill_cost=prefill_cost,
+        load=load, device=device, targets=targets, max_workers=workers, prefill_cost=prefill_cost,
         decode_cost=decode_cost, num_check=check, folder=out,
     )  # fmt: skip
     raise typer.Exit(run_plan(options))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pdserve.common.errors import InternalError
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.drafts.drafting import Drafting
@@ -86,7 +87,8 @@ class _Batch:
         self.token_ids: IntArray = np.zeros((len(sequences), 0), np.int64)
 
     def sampling_parameters(self, rows: IntArray, num_drafts: int) -> Any:
-        raise NotImplementedError
+        """Raises: InternalError: drafts of a simulation are not sampled."""
+        raise InternalError("the drafts of a simulation are not sampled")
 
 
 class VirtualDrafting:

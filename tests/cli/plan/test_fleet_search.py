@@ -14,7 +14,7 @@ TARGETS = (Target.parse("ttft_p99=0.5"), Target.parse("tpot_p99=0.05"))
 
 
 def trial(size: Size, prompts: float, outputs: float) -> Trial:
-    """A fleet of which each role has some work; a role without room misses its target by as much as it lacks."""
+    """A fleet whose roles each have some work; a role without room misses its target by as much as it lacks."""
     if size.num_prefill:
         ttft_s, tpot_s = 0.4 * prompts / size.num_prefill, 0.04 * outputs / size.num_decode
     else:

@@ -13,6 +13,7 @@ import pytest
 from pdserve.cli.plan.fleet_search import Size
 from pdserve.cli.plan.run_plan import Planner, PlanOptions, run_plan
 from pdserve.cli.plan.targets import Target
+from pdserve.cli.simulate.device_times import DeviceOptions
 from pdserve.cli.simulate.run_simulate import SimulateOptions
 from pdserve.common.errors import ConfigError
 from pdserve.simulator.step_times import LinearStepTimes
@@ -39,7 +40,7 @@ def options(tmp_path: Path) -> PlanOptions:
     )  # fmt: skip
     targets = [Target.parse("ttft_p95=0.6"), Target.parse("tpot_p95=0.03")]
     return PlanOptions(
-        load=load, profile=None, targets=targets, max_workers=8, prefill_cost=1.0, decode_cost=1.0, num_check=30,
+        load=load, device=DeviceOptions(), targets=targets, max_workers=8, prefill_cost=1.0, decode_cost=1.0, num_check=30,
         folder=tmp_path / "out",
     )  # fmt: skip
 

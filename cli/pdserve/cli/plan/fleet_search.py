@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,10 +83,9 @@ class FleetSearch:
 
     def _enough(self) -> Size | None:
         """A fleet that meets the targets, not much larger than needed: the cheapest one has at most its cost."""
-        share = 0.5
         num_workers, least = 1, 0
         while True:
-            met = self._met_at(num_workers, share)
+            met = self._met_at(num_workers)
             if met is not None:
                 break
             if num_workers == self.max_workers:
@@ -95,15 +95,15 @@ class FleetSearch:
         most = num_workers
         while most - least > 1:
             middle = (least + most) // 2
-            if (smaller := self._met_at(middle, share)) is not None:
+            if (smaller := self._met_at(middle)) is not None:
                 met, most = smaller, middle
             else:
                 least = middle
         return met
 
-    def _met_at(self, num_workers: int, share: float) -> Size | None:
-        """One of several ways to divide the workers among the roles that meets the targets."""
-        middle = round(num_workers * share)
+    def _met_at(self, num_workers: int) -> Size | None:
+        """One of several ways to divide the workers among the roles that meets the targets, equal parts first."""
+        middle = round(num_workers / 2)
         order = sorted(range(num_workers), key=lambda num_prefill: abs(num_prefill - middle))
         # with many workers only some of the ways; the others are tried at the end
         step = max(1, len(order) // 8)
@@ -124,16 +124,11 @@ class FleetSearch:
 
     def frontier(self) -> list[Trial]:
         """Of the fleets that were tried, those for which no other one is as cheap and better in one target, by their cost."""
-        found: list[Trial] = []
-        for trial in sorted(
-            self.trials.values(), key=lambda trial: (self.cost(trial.size), trial.values_s(self.targets))
-        ):
-            values = trial.values_s(self.targets)
-            if all(math.isinf(value) for value in values):
+        found: list[tuple[tuple[float, ...], Trial]] = []
+        valued = [(self.cost(trial.size), trial.values_s(self.targets), trial) for trial in self.trials.values()]
+        for _, values, trial in sorted(valued, key=lambda each: each[:2]):
+            if all(map(math.isinf, values)):
                 continue
-            if not any(
-                all(ours >= theirs for ours, theirs in zip(values, other.values_s(self.targets), strict=True))
-                for other in found
-            ):
-                found.append(trial)
-        return found
+            if not any(all(map(operator.ge, values, others)) for others, _ in found):
+                found.append((values, trial))
+        return [trial for _, trial in found]

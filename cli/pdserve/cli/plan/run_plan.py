@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from pdserve.cli.exit_status import EXIT_FAILED
 from pdserve.cli.plan.deployment_files import write_deployment_files
 from pdserve.cli.plan.fleet_search import FleetSearch, Size, Trial
 from pdserve.cli.plan.targets import Target
+from pdserve.cli.simulate.device_times import DeviceOptions
 from pdserve.cli.simulate.run_simulate import SimulateOptions, simulate
 from pdserve.common.errors import ConfigError
-from pdserve.simulator.profile import Level, ProfileStepTimes, read_profile
+from pdserve.simulator.profile import Level
+from pdserve.simulator.step_times import StepTimes
+from pdserve.simulator.virtual_fleet import FleetPlan
 
 MORE_LOAD = 1.2
 """Factor on the trace's speed, for what the plan is worth with more load."""
@@ -37,8 +40,8 @@ class PlanOptions:
 
     load: SimulateOptions
     """Trace, times and settings; its numbers of workers are not used."""
-    profile: Path | None
-    """Of `load.times`, for the spread of its times."""
+    device: DeviceOptions
+    """Of `load.times`, for the spread of a profile's times."""
     targets: Sequence[Target]
     max_workers: int
     prefill_cost: float
@@ -72,17 +75,27 @@ class Planner:
     options: PlanOptions
     sessions: list[TraceSession]
     num_trials: int = 0
-    _console: Console = field(default_factory=lambda: Console(stderr=True))
 
-    def attempt(self, size: Size, changes: Mapping[str, Any] = {}, load: SimulateOptions | None = None) -> Trial:
-        """Coarsely. changes: of settings. load: another one than the plan's."""
+    def fleet(self, size: Size, changes: Mapping[str, Any] = {}, times: StepTimes | None = None) -> FleetPlan:
+        """changes: of settings. times: others than the load's."""
+        load = self.options.load
+        settings, times = {**load.settings, **changes}, times or load.times
+        return replace(
+            load, num_prefill=size.num_prefill, num_decode=size.num_decode, settings=settings, times=times
+        ).fleet()
+
+    def attempt(
+        self,
+        size: Size,
+        changes: Mapping[str, Any] = {},
+        sessions: list[TraceSession] | None = None,
+        times: StepTimes | None = None,
+    ) -> Trial:
+        """Coarsely. sessions: others than the trace's. changes, times: as of `fleet`."""
         self.num_trials += 1
-        sessions = self.sessions if load is None else load.sessions()
-        load = load or self.options.load
-        plan = replace(
-            load, num_prefill=size.num_prefill, num_decode=size.num_decode, settings={**load.settings, **changes}
+        simulated = simulate(
+            self.fleet(size, changes, times), sessions or self.sessions, self.options.load.seed, _ignore, is_coarse=True
         )
-        simulated = simulate(plan.fleet(), sessions, load.seed, _ignore, is_coarse=True)
         records = simulated.records
         duration_s = max(record.ended_s or 0.0 for record in records) - min(record.sent_s for record in records)
         return Trial(size, records, simulated.busy_s or 0.0, duration_s)
@@ -101,7 +114,7 @@ class Planner:
         if "local_prefill" not in given:
             changes.append({"local_prefill": "never"})
         if "max_num_batched_tokens" not in given:
-            tokens = self.options.load.fleet().workers[0].settings.step_tokens
+            tokens = self.fleet(Size(1, 1)).workers[0].settings.step_tokens
             changes += [{"max_num_batched_tokens": tokens // 2}, {"max_num_batched_tokens": 2 * tokens}]
         return changes
 
@@ -159,7 +172,7 @@ def _seconds(value: float) -> str:
 
 
 def _show_doubts(console: Console, planner: Planner, best: Trial, changes: Mapping[str, Any]) -> None:
-    options, load, size = planner.options, planner.options.load, best.size
+    options, size = planner.options, best.size
     table = Table("and", *(f"{target.name} p{target.percent:g}, s" for target in options.targets), "targets")
 
     def row(name: str, records: Sequence[RequestRecord]) -> None:
@@ -168,24 +181,18 @@ def _show_doubts(console: Console, planner: Planner, best: Trial, changes: Mappi
         table.add_row(name, *cells, "met" if met else "missed")
 
     row("as planned", best.records)
-    more = replace(load, trace_speed=load.trace_speed * MORE_LOAD)
+    more = [session.timed(MORE_LOAD, math.inf) for session in planner.sessions]
     row(f"{100 * (MORE_LOAD - 1):.0f} % more load", planner.attempt(size, changes, more).records)
-    if options.profile is not None:
-        profile = read_profile(options.profile)
+    if options.device.profile is not None:
         levels: tuple[Level, ...] = ("low", "high")
         for level in levels:
-            times = replace(load, times=ProfileStepTimes(profile, level))
-            row(f"the profile's {level} times", planner.attempt(size, changes, times).records)
+            times, _ = replace(options.device, level=level).times()
+            row(f"the profile's {level} times", planner.attempt(size, changes, times=times).records)
     if options.num_check:
-        short = replace(load, num_sessions=options.num_check)
-        row(f"first {options.num_check} sessions, coarsely", planner.attempt(size, changes, short).records)
-        fleet = replace(
-            short, num_prefill=size.num_prefill, num_decode=size.num_decode, settings={**load.settings, **changes}
-        ).fleet()
-        row(
-            f"first {options.num_check} sessions, exactly",
-            simulate(fleet, short.sessions(), load.seed, _ignore).records,
-        )
+        first, name = planner.sessions[: options.num_check], f"first {options.num_check} sessions"
+        row(f"{name}, coarsely", planner.attempt(size, changes, first).records)
+        exact = simulate(planner.fleet(size, changes), first, options.load.seed, _ignore)
+        row(f"{name}, exactly", exact.records)
     console.print(table)
     windows = _windows(best.records)
     kept = sum(all(target.is_met(each) for target in options.targets) for each in windows)

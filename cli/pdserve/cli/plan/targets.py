@@ -11,8 +11,8 @@ from pdserve.cli.bench.run_load import RequestRecord
 from pdserve.cli.bench.summary import Latencies
 from pdserve.common.errors import ConfigError
 
-NAMES = ("ttft", "tpot", "e2el")
-_FORM = re.compile(r"(ttft|tpot|e2el)_p([0-9]{1,2}(?:\.[0-9]{1,3})?)=([0-9.eE+-]{1,20})")
+_NAMES = "ttft|tpot|e2el"
+_FORM = re.compile(rf"({_NAMES})_p([0-9]{{1,2}}(?:\.[0-9]{{1,3}})?)=([0-9.eE+-]{{1,20}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ class Target:
         """Raises: ConfigError."""
         match = _FORM.fullmatch(text)
         if match is None:
-            raise ConfigError(
-                f"--slo is {text[:80]!r}, {'|'.join(NAMES)}_pPERCENT=SECONDS is needed, such as ttft_p99=0.3"
-            )
+            raise ConfigError(f"--slo is {text[:80]!r}, {_NAMES}_pPERCENT=SECONDS is needed, such as ttft_p99=0.3")
         name, percent, limit = match.groups()
         try:
             limit_s = float(limit)
@@ -47,21 +45,19 @@ class Target:
 
     def attained(self, records: Sequence[RequestRecord]) -> float:
         """The part of the requests that keep the limit, 0 to 1; of no requests, 1."""
-        return sum(map(self._keeps, records)) / len(records) if records else 1.0
+        return sum(self._seconds(record) <= self.limit_s for record in records) / len(records) if records else 1.0
 
     def is_met(self, records: Sequence[RequestRecord]) -> bool:
         return 100 * self.attained(records) >= self.percent
 
-    def _keeps(self, record: RequestRecord) -> bool:
-        if record.error is not None:
-            return False
-        value: float | None = getattr(Latencies.of(record), self.name)
-        return value is None or value <= self.limit_s
-
     def value_s(self, records: Sequence[RequestRecord]) -> float:
         """What `percent` of the requests keep, seconds; infinite if more of them fail. Of no requests, 0."""
-        values = sorted(
-            math.inf if record.error is not None else getattr(Latencies.of(record), self.name) or 0.0
-            for record in records
-        )
+        values = sorted(map(self._seconds, records))
         return values[max(0, math.ceil(len(values) * self.percent / 100) - 1)] if values else 0.0
+
+    def _seconds(self, record: RequestRecord) -> float:
+        """Infinite if it failed; 0 per token of an answer of one token."""
+        if record.error is not None:
+            return math.inf
+        value: float | None = getattr(Latencies.of(record), self.name)
+        return value or 0.0

@@ -61,10 +61,8 @@ class _Replay:
         """For which the next request waits."""
         self._is_waiting = False
 
-    def begin(self, when_s: float) -> None:
-        self._go_on(when_s)
-
-    def _go_on(self, now_s: float) -> None:
+    def go_on(self, now_s: float) -> None:
+        """Send what is next."""
         steps = self._session.steps
         while self._next < len(steps):
             step = steps[self._next]
@@ -80,7 +78,7 @@ class _Replay:
             if not step.is_background:
                 self._num_agents += 1
                 on_end = self._agent_ended
-            _Replay(self._fleet, step, self._names, self._on_record, on_end).begin(now_s + step.start_s)
+            _Replay(self._fleet, step, self._names, self._on_record, on_end).go_on(now_s + step.start_s)
         if not self._num_agents:
             self._on_end()
         else:
@@ -95,7 +93,7 @@ class _Replay:
         self._num_agents -= 1
         if not self._num_agents and self._is_waiting:
             self._is_waiting = False
-            self._go_on(self._fleet.events.now_s)
+            self.go_on(self._fleet.events.now_s)
 
     def _send(self, request: TraceRequest, when_s: float) -> None:
         def ended(coarse: CoarseRequest) -> None:
@@ -109,7 +107,7 @@ class _Replay:
             if coarse.error:
                 # as in a benchmark, a failed request ends its session
                 self._next = len(self._session.steps)
-            self._go_on(self._fleet.events.now_s)
+            self.go_on(self._fleet.events.now_s)
 
         coarse = CoarseRequest(
             request.input_tokens, max(1, request.output_tokens), self._names.of(self._session, request),
@@ -124,12 +122,17 @@ def _nothing() -> None:
 
 def run_coarsely(
     fleet: CoarseFleet, sessions: Sequence[TraceSession], on_record: Callable[[RequestRecord], None]
-) -> None:
-    """Sessions begin at their `start_s`."""
+) -> list[RequestRecord]:
+    """Sessions begin at their `start_s`. on_record: called with each request when it has ended."""
+    records: list[RequestRecord] = []
     names, coming = _Names(), iter(sorted(sessions, key=lambda session: session.start_s))
 
+    def ended(record: RequestRecord) -> None:
+        records.append(record)
+        on_record(record)
+
     def begin(session: TraceSession) -> None:
-        _Replay(fleet, session, names, on_record, _nothing).begin(session.start_s)
+        _Replay(fleet, session, names, ended, _nothing).go_on(session.start_s)
         expect_next()
 
     def expect_next() -> None:
@@ -139,3 +142,4 @@ def run_coarsely(
 
     expect_next()
     fleet.run()
+    return records

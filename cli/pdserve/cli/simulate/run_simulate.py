@@ -167,15 +167,10 @@ def simulate(
 ) -> Simulated:
     """Replay the sessions. timeline: gets rows. Raises: ConfigError, UnsupportedModel."""
     if is_coarse:
-        fleet, records = CoarseFleet(plan), list[RequestRecord]()
-
-        def ended(record: RequestRecord) -> None:
-            records.append(record)
-            on_record(record)
-
+        fleet = CoarseFleet(plan)
         if timeline is not None:
             fleet.watch(timeline.every_s, lambda now_s: timeline.rows.extend(_coarse_rows(fleet, now_s)))
-        run_coarsely(fleet, sessions, ended)
+        records = run_coarsely(fleet, sessions, on_record)
         return Simulated(records, fleet.step_gaps, fleet.busy_s)
     random.seed(seed)  # the product draws the jitter of its waits
     return Simulated(run_virtually(lambda virtual: _run(plan, sessions, seed, on_record, timeline, virtual)))

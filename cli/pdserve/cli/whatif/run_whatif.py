@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.cli.bench.run_bench import progress_bar
-from pdserve.cli.bench.run_load import RequestRecord
 from pdserve.cli.bench.summary import TITLES, Summary
 from pdserve.cli.bench.traces.trace_file import lines_of
 from pdserve.cli.exit_status import EXIT_FAILED
@@ -50,6 +49,8 @@ def recorded_workers(trace: Path) -> dict[str, int]:
 
 def fleet_now(trace: Path, num_prefill: int | None, num_decode: int | None) -> tuple[int, int]:
     """The given numbers of prefill and decode workers, else those that a record names, else one of each role."""
+    if num_prefill is not None and num_decode is not None:
+        return num_prefill, num_decode
     recorded = recorded_workers(trace)
     if not any(recorded.values()):
         recorded = dict.fromkeys(COUNTS, 1)
@@ -106,9 +107,10 @@ def run_whatif(options: SimulateOptions, changes: Sequence[Change]) -> int:
     with progress_bar() as progress:
         num_requests = sum(len(list(session.requests)) for session in sessions)
         task = progress.add_task("requests", total=len(fleets) * num_requests)
-        on_record: Callable[[RequestRecord], None] = lambda record: progress.advance(task)  # noqa: E731
         for name, plan in plans.items():
-            simulated = simulate(plan, sessions, options.seed, on_record, is_coarse=options.is_coarse)
+            simulated = simulate(
+                plan, sessions, options.seed, lambda record: progress.advance(task), is_coarse=options.is_coarse
+            )
             found[name] = simulated.summary({})
     Console().print("then: " + ", ".join(f"{change.name}={change.value}" for change in changes))
     Console().print(_table(fleets, found))

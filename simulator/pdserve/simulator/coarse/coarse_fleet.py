@@ -1,7 +1,7 @@
 """`CoarseFleet`: many workers and a router's choices, without messages.
 
 Placement is the product's `place` over its own account of each worker, and its prefix index. Of many equal workers, those that have
-nothing of a prompt differ by their load only, so `place` gets those that have some of it, and the least loaded one.
+equally much of a prompt differ by their load only, so `place` gets the least loaded one of each such group.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CoarseRequest:
     last_s: float = 0.0
     num_cached: int = 0
     error: str = ""
-    has_entered: bool = False
     waiter: Waiter | None = None
+    """From its entry into the router until it has left."""
 
     def leave(self) -> None:
         """No effect: the router does not stop before it has ended."""
@@ -254,7 +254,6 @@ class CoarseFleet:
         except Overloaded as error:
             self._fail(request, error.code)
             return
-        request.has_entered = True
         cost = Cost(
             num_blocks=-(-request.num_tokens // self._block_size),
             num_tokens=request.num_tokens,
@@ -279,10 +278,7 @@ class CoarseFleet:
 
     def _fail(self, request: CoarseRequest, error: str) -> None:
         request.error, request.last_s = error, self.events.now_s
-        if request.has_entered:
-            self._admission.leave(1, request.leave)
-        request.waiter = None
-        request.on_end(request)
+        self._leave(request)
 
     def _start(self, request: CoarseRequest) -> None:
         assert request.waiter is not None
@@ -312,8 +308,8 @@ class CoarseFleet:
         of_role = self._roles[role]
         if not of_role.members:
             return []
+        # by the blocks of the prompt that each has
         chosen: dict[int, _Member] = {}
-        """By the blocks of the prompt that each has."""
         if self._settings.policy == "kv_aware":
             # of those that have equally much of the prompt, the least loaded one costs least
             left = of_role.mask
@@ -346,8 +342,12 @@ class CoarseFleet:
         assert request.waiter is not None
         request.last_s = self.events.now_s + self._latency_s
         self._admission.end(request.waiter)
-        self._admission.leave(1, request.leave)
-        request.waiter = None
+        self._leave(request)
+
+    def _leave(self, request: CoarseRequest) -> None:
+        if request.waiter is not None:
+            self._admission.leave(1, request.leave)
+            request.waiter = None
         request.on_end(request)
 
 
@@ -383,7 +383,7 @@ class _Run:
                 self._shares[member] = member.remote.reserve(share)
                 self._changed(member)
         self._is_reserved = self._is_computed = False
-        self._tail_tokens = self._read_tokens = 0
+        self._read_tokens = 0
 
     def _of(self, role: WorkerRole, remote: RemoteWorker | None) -> _Member | None:
         return None if remote is None else self._fleet._roles[role].by_key[remote.key]

@@ -101,7 +101,6 @@ class CoarseWorker:
         self.step_gaps: Counter[float] = Counter()
         """Rounded seconds between two tokens of a sequence -> how often, for all sequences."""
         self.prefill_rate = PrefillRate()
-        self.num_steps = 0
         self.busy_s = 0.0
         self._events = events
         self._times = times
@@ -376,7 +375,6 @@ class CoarseWorker:
         self._waiting.appendleft(work)
 
     def _account(self, step_s: float, num_steps: int, num_decoding: int) -> None:
-        self.num_steps += num_steps
         self.busy_s += step_s * num_steps
         if num_decoding:
             self.step_gaps[round(step_s, 5)] += num_steps * num_decoding
