@@ -67,7 +67,7 @@ FLOORS = {
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},
         {"audio_processor_config", "block_hash", "image_processor_config", "worker_identity"}, {"security"},
-        {"address", "json_file", "kv_layout"},
+        {"address", "bounded_file", "json_file", "kv_layout"},
         {"decoder_rules", "device_event", "hub_name", "ipc", "kv_events", "method_handler", "priority_queue", "processes",
          "protocol", "rate_limited_log", "timeline", "transfer_order"},
         {"errors", "line_fit", "tasks"}, {"clock"},
